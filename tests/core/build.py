@@ -13,6 +13,7 @@ from gpulease_protocol.budgets import Budget
 from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import (
     Demand,
+    Event,
     GpuReading,
     GpuState,
     Holder,
@@ -284,6 +285,17 @@ class World:
         )
         self.answer_wanted()
         return f"job-{number}"
+
+    def run_job(self, job_id: str, node: str = "a") -> None:
+        """The node starts the last attempt of a job now, beside the others that it has."""
+        attempt = self.ledger.jobs[job_id].job.attempts
+        running = JobReport(job_id=job_id, attempt=attempt, state=RunState.RUNNING, started_at=self.now.at)
+        self.jobs[node] = [*(one for one in self.jobs.get(node, []) if one.job_id != job_id), running]
+        self.report(node)
+
+    def events(self, kind: str) -> list[Event]:
+        """The events of one kind so far."""
+        return [one for one in self.changes if isinstance(one, Event) and one.kind == kind]
 
     def ended(self, job_id: str, code: int = 0, node: str = "a") -> None:
         """The worker reports the end of a job's last attempt, and then a clean GPU."""

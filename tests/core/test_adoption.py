@@ -73,7 +73,7 @@ def test_the_process_has_every_gpu_that_it_and_those_below_it_use_and_no_other()
     assert [one.index for one in lease.gpus] == [0, 2]
     assert (lease.state, lease.liveness, lease.demand.count) == (LeaseState.ACTIVE, Liveness.PROCESS, 2)
     assert [world.state(index) for index in range(3)] == [GpuState.LEASED, GpuState.FREE, GpuState.LEASED]
-    (granted,) = [one for one in world.changes if isinstance(one, Event) and one.kind == "lease.granted"]
+    (granted,) = world.events("lease.granted")
     assert granted.reason == "adopted process 7"
     state = desired_state(world.ledger, "a", 0)
     assert [(one.owner_pid, one.owner_start_ticks) for one in state.leases] == [(PID, 107)]

@@ -13,8 +13,7 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import InUse, InvalidRequest, NotFound
-from gpulease_protocol.model import Device, Event, GpuState, Holder, JobState, Lease, LeaseState, Liveness, Selection
-from gpulease_protocol.node_protocol import JobReport, RunState
+from gpulease_protocol.model import Device, GpuState, Holder, JobState, Lease, LeaseState, Liveness, Selection
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import END_MARGIN_S, MAX_RESERVATIONS, ReservationRemoved
 from gpulease_server.core.calendar import Calendar as Entries
@@ -55,10 +54,6 @@ def why(here: World, lease: Lease) -> str:
 
 def entries(here: World) -> list[Reservation]:
     return list(here.ledger.calendar.entries.values())
-
-
-def events(here: World, kind: str) -> list[Event]:
-    return [change for change in here.changes if isinstance(change, Event) and change.kind == kind]
 
 
 def test_others_get_a_reserved_gpu_only_for_a_time_that_ends_before_the_window() -> None:
@@ -114,7 +109,7 @@ def test_a_window_that_has_begun_is_closed_until_its_end() -> None:
     here.answer_wanted()
     assert is_active(here, waits)
     assert not entries(here)
-    assert [one.gpus for one in events(here, "reservation.ended")] == [(uuid(0),)]
+    assert [one.gpus for one in here.events("reservation.ended")] == [(uuid(0),)]
 
 
 def test_what_is_cancelled_is_granted_in_the_same_turn() -> None:
@@ -125,7 +120,7 @@ def test_what_is_cancelled_is_granted_in_the_same_turn() -> None:
     here.report()
     assert here.unreserve(entries(here)[0].id) is None
     assert is_active(here, waits)
-    assert str(events(here, "reservation.cancelled")[0].reason).endswith(", by root")
+    assert str(here.events("reservation.cancelled")[0].reason).endswith(", by root")
 
 
 def test_a_lease_that_may_last_into_the_window_is_in_the_way_of_making_one() -> None:
@@ -239,12 +234,6 @@ def test_the_longest_lease_of_a_token_counts_as_a_declared_time() -> None:
     assert not is_active(here, ask(here, user="bob", token="token-2", budget=Budget(max_gpus=4)))
 
 
-def run(here: World, job: str) -> None:
-    """Its node reports that it has started now."""
-    here.jobs["a"] = [JobReport(job_id=job, attempt=1, state=RunState.RUNNING, started_at=here.now.at)]
-    here.report()
-
-
 def skip(here: World, seconds: float) -> None:
     here.at_s += seconds
     here.report()
@@ -257,7 +246,7 @@ def started_late(by_s: float) -> tuple[World, str]:
     here.reserve(uuid(0), user="ada")
     job = here.submit(user="bob", timeout_s=FITS_S - 10, retries=3)
     here.at_s += by_s
-    run(here, job)
+    here.run_job(job)
     return here, job
 
 
@@ -272,7 +261,7 @@ def test_a_job_that_starts_too_late_is_ended_before_the_window() -> None:
         stopping.job.reason
     )
     skip(here, 5.0)
-    assert [one.job_id for one in events(here, "job.ended_for_reservation")] == [job], "it is told once"
+    assert [one.job_id for one in here.events("job.ended_for_reservation")] == [job], "it is told once"
 
 
 def test_a_late_job_that_was_cancelled_with_a_long_grace_is_ended_too() -> None:
@@ -290,7 +279,7 @@ def test_no_other_job_is_ended_for_a_reservation() -> None:
     own.limit("vision", "group", members=("ada",), max_gpus=4)
     own.reserve(uuid(0), group="vision")
     held = own.submit(user="ada")
-    run(own, held)
+    own.run_job(held)
     own.limit("vision", "group", members=("eve",), max_gpus=4)
     skip(own, HOUR_S + 10.0)
     assert own.ledger.jobs[held].job.state is JobState.RUNNING, "what a former member holds goes on"
@@ -302,7 +291,7 @@ def test_the_time_of_a_job_in_the_way_counts_from_its_start() -> None:
     here.at_s += 300.0
     here.report()
     assert isinstance(here.reserve(uuid(0), user="ada", after_s=600.0 + END_MARGIN_S - 1.0), InUse), "all is to come"
-    run(here, job)
+    here.run_job(job)
     skip(here, 100.0)
     assert isinstance(here.reserve(uuid(0), user="ada", after_s=500.0 + END_MARGIN_S - 2.0), InUse)
     assert here.reserve(uuid(0), user="ada", after_s=500.0 + END_MARGIN_S + 1.0) is None
@@ -509,7 +498,7 @@ def test_a_job_that_is_being_stopped_is_given_back_and_keeps_no_one_out_until_it
     here = world(gpus=2, max_bypass=1, max_bypass_s=1e9)
     here.reserve(uuid(0), uuid(1), user="ada")
     job = here.submit(user="ada", timeout_s=3000.0)
-    run(here, job)
+    here.run_job(job)
     waits = ask(here, 2, user="bob", time_s=900.0)
     here.release(ask(here, user="eve", time_s=60.0))
     here.report()

@@ -118,8 +118,7 @@ def test_the_clock_of_a_worker_does_not_count() -> None:
 def test_a_job_that_outlasts_its_time_is_not_always_expected_to_end_soon() -> None:
     here = world()
     job_id = here.submit(timeout_s=60)
-    running = JobReport(job_id=job_id, attempt=1, state=RunState.RUNNING, started_at=here.now.at)
-    here.jobs["a"] = [running]
+    here.run_job(job_id)
     waiting = here.lease(ttl_s=HOUR_S)
     here.pass_time(90)
     assert in_s(here, waiting.id) == 0
@@ -320,9 +319,7 @@ def test_if_all_keep_their_time_each_starts_as_expected(
 def test_gpus_of_a_request_that_preempts_are_held_for_it_and_nothing_is_said_from_its_start_on() -> None:
     here = world(2, preemption=True, preempt_after_s=60.0, preempt_notice_s=20.0).node("b", gpus=2)
     job_id = here.submit(priority=Priority.SCAVENGE, user="bob")
-    running = JobReport(job_id=job_id, attempt=1, state=RunState.RUNNING, started_at=here.now.at)
-    here.jobs["a"] = [running]
-    here.report()
+    here.run_job(job_id)
     for time_s in (75.0, HOUR_S):
         here.lease(node="b", time_s=time_s, ttl_s=HOUR_S)
     here.pass_time(61.0)

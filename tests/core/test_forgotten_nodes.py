@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpulease_protocol.model import Event, NodeMode
+from gpulease_protocol.model import NodeMode
 from gpulease_server.core.node_loss import SEEN_INTERVAL_S
 from gpulease_server.core.records import NodeRecord
 from tests.core.build import World
@@ -33,7 +33,7 @@ def test_a_node_that_is_gone_for_long_is_forgotten_with_its_gpus() -> None:
     world = later(two(), LONG_S)
     assert set(world.ledger.nodes) == set(world.ledger.node_observations) == {"a"}
     assert {gpu.device.node for gpu in world.ledger.gpus.values()} == {"a"}
-    assert [one.node for one in world.changes if isinstance(one, Event) and one.kind == "node.forgotten"] == ["b"]
+    assert [one.node for one in world.events("node.forgotten")] == ["b"]
 
 
 def test_one_that_was_silent_for_less_is_not() -> None:
@@ -71,7 +71,7 @@ def test_one_that_died_with_a_lease_on_it_is_forgotten_although_no_one_will_ever
     later(world, LONG_S)
     assert set(world.ledger.nodes) == {"a"}
     assert {gpu.device.node for gpu in world.ledger.gpus.values()} == {"a"}
-    gone = [one.gpus for one in world.changes if isinstance(one, Event) and one.kind == "gpu.gone"]
+    gone = [one.gpus for one in world.events("gpu.gone")]
     assert len(gone) == 2, "the log must say why they need not be seen clean"
 
 

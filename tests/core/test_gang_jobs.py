@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpulease_protocol.job_fence import certain_after_s
-from gpulease_protocol.model import Event, GpuState, Job, JobState, LeaseState, PartState
+from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, PartState
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S, REACH_S, SILENT_S
 from gpulease_server.core.node import desired_state
@@ -328,7 +328,7 @@ def test_a_silent_part_counts_as_ended_only_so_long_after_the_last_of_the_others
 
 
 def told_of(world: World) -> list[str | None]:
-    return [one.node for one in world.changes if isinstance(one, Event) and one.kind == "job.stuck"]
+    return [one.node for one in world.events("job.stuck")]
 
 
 def test_processes_that_do_not_die_are_told_of_once_for_each_node_and_shown_of_all_of_them() -> None:

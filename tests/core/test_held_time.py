@@ -9,7 +9,7 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.limits import LimitsRequest
-from gpulease_protocol.model import EndReason, Event, Lease, LeaseState
+from gpulease_protocol.model import EndReason, Lease, LeaseState
 from gpulease_protocol.requests import JobRequest, LeaseRequest
 from gpulease_protocol.tokens import TokenRequest
 from gpulease_server.core.presentation import lease_view
@@ -108,6 +108,6 @@ def test_a_late_renewal_revives_no_lease_whose_time_is_over(what: Any, after_s: 
     world.pass_time(after_s - 61.0)
     assert isinstance(world.renew(lease), Lease) is revives
     world.pass_time(3.0)
-    ends = [one for one in world.changes if isinstance(one, Event) and one.kind == "lease.ended"]
+    ends = world.events("lease.ended")
     assert world.now_of(lease).state is LeaseState.ENDED
     assert len(ends) == (2 if revives else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, LeaseLost, NotAllowed, NotFound, StaleToken
-from gpulease_protocol.model import Event, Lease, LeaseKeep, LeaseState
+from gpulease_protocol.model import Lease, LeaseKeep, LeaseState
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import KeepRequested
 from gpulease_server.core.kept_leases import kept_now
@@ -56,7 +56,7 @@ def test_a_holder_keeps_gpus_until_a_moment_and_that_is_on_record() -> None:
     assert shown(here, lease) == answer.kept
     here.at_s += 1
     assert shown(here, lease) is None
-    [event] = [one for one in here.changes if isinstance(one, Event) and one.kind == "lease.kept"]
+    [event] = here.events("lease.kept")
     assert (event.lease_id, event.fencing_token, len(event.gpus)) == (lease.id, lease.fencing_token, 2)
     assert event.reason == f"by user ann until {answer.kept.until:%Y-%m-%d %H:%M:%S} UTC: slow copy"
     here.check()

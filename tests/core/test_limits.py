@@ -12,7 +12,7 @@ import pytest
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound, OverQuota
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import EndReason, Event, Holder, Lease, LeaseState, Liveness, Priority, Selection
+from gpulease_protocol.model import EndReason, Holder, Lease, LeaseState, Liveness, Priority, Selection
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.limit_changes import limit_use
@@ -58,7 +58,7 @@ def give_back(here: World, lease: Lease) -> None:
 
 
 def events(here: World, kind: str) -> list[str]:
-    return [one.reason or "" for one in here.changes if isinstance(one, Event) and one.kind == kind]
+    return [one.reason or "" for one in here.events(kind)]
 
 
 # What limits a request

@@ -339,5 +339,5 @@ def test_what_was_lost_by_silence_stays_lost_when_its_node_is_forgotten() -> Non
     assert world.forget() is None
     assert job_of(world, job_id).state is JobState.LOST
     assert set(world.ledger.nodes) == {"b"}
-    gone = [one for one in world.changes if isinstance(one, Event) and one.kind == "gpu.gone"]
+    gone = world.events("gpu.gone")
     assert len(gone) == 2, "the log must say why they need not be seen clean"

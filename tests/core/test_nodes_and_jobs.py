@@ -11,7 +11,6 @@ from gpulease_protocol.errors import NeverFits, NotAllowed, NotFound
 from gpulease_protocol.model import (
     Demand,
     EndReason,
-    Event,
     GpuState,
     Holder,
     Job,
@@ -73,7 +72,7 @@ def test_a_gpu_that_its_node_shows_no_more_goes_in_the_end_unless_it_is_held() -
     world.pass_time(1)
     assert set(world.ledger.gpus) == {uuid(0)}
     assert world.now_of(lease).state is LeaseState.ACTIVE
-    gone = [change for change in world.changes if isinstance(change, Event) and change.kind == "gpu.gone"]
+    gone = world.events("gpu.gone")
     assert [(event.gpus, event.lease_id) for event in gone] == [((uuid(1),), None)]
 
 
@@ -282,7 +281,7 @@ def test_a_job_that_cannot_be_killed_stops_and_keeps_its_gpu_until_it_has_ended(
 
 
 def told(world: World) -> list[str | None]:
-    return [one.reason for one in world.changes if isinstance(one, Event) and one.kind == "job.stuck"]
+    return [one.reason for one in world.events("job.stuck")]
 
 
 def test_a_job_that_cannot_be_killed_is_told_of_once_whatever_is_seen_of_its_processes_until_they_have_ended() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.errors import LeaseLost
-from gpulease_protocol.model import Demand, EndReason, Event, GpuState, JobState, Lease, LeaseState, Priority
+from gpulease_protocol.model import Demand, EndReason, GpuState, JobState, Lease, LeaseState, Priority
 from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
 from gpulease_server.core.calendar import END_MARGIN_S
 from gpulease_server.core.explain.explain import explain
@@ -58,16 +58,8 @@ def keep(here: World, lease: Lease, seconds: float) -> None:
 def job(here: World, gpus: int = 1, node: str = "a", **what: Any) -> str:
     """A scavenge job that runs."""
     job_id = here.submit(gpus, **{"priority": Priority.SCAVENGE, "user": "bob"} | what)
-    run(here, job_id, node)
+    here.run_job(job_id, node)
     return job_id
-
-
-def run(here: World, job_id: str, node: str = "a") -> None:
-    """The node starts the job, beside the others that it has."""
-    attempt = here.ledger.jobs[job_id].job.attempts
-    report = JobReport(job_id=job_id, attempt=attempt, state=RunState.RUNNING, started_at=here.now.at)
-    here.jobs[node] = [*(one for one in here.jobs.get(node, []) if one.job_id != job_id), report]
-    here.report(node)
 
 
 def stop(here: World, job_id: str, node: str = "a", **what: Any) -> None:
@@ -104,12 +96,8 @@ def why(here: World, lease_id: str) -> str:
     return explain(here.ledger, here.ledger.leases[lease_id], here.now, here.policy).sentence
 
 
-def events(here: World, kind: str) -> list[Event]:
-    return [change for change in here.changes if isinstance(change, Event) and change.kind == kind]
-
-
 def preempted_ids(here: World) -> list[str | None]:
-    return [one.lease_id for one in events(here, "lease.preempting")]
+    return [one.lease_id for one in here.events("lease.preempting")]
 
 
 def test_a_job_saves_ends_and_goes_on_from_its_old_place_when_the_request_is_done() -> None:
@@ -171,7 +159,7 @@ def test_a_lease_without_a_job_hears_of_it_when_it_renews_and_has_the_whole_noti
     lost = here.renew(held)
     assert isinstance(lost, LeaseLost)
     assert "(preempted)" in str(lost)
-    assert [one.lease_id for one in events(here, "lease.preempted")] == [held.id]
+    assert [one.lease_id for one in here.events("lease.preempted")] == [held.id]
 
 
 @pytest.mark.parametrize("off", [True, False])
@@ -429,7 +417,7 @@ def test_the_notice_is_withdrawn_when_the_request_leaves() -> None:
     give_back(here, waits)
     here.pass_time(0.5)
     assert preempt_at(here, held) is None
-    assert [one.lease_id for one in events(here, "lease.preemption_withdrawn")] == [held.id]
+    assert [one.lease_id for one in here.events("lease.preemption_withdrawn")] == [held.id]
     assert not here.ledger.preemptions
     keep(here, held, TTL_S + 2 * NOTICE_S)
     assert state(here, held) is LeaseState.ACTIVE
@@ -466,7 +454,7 @@ def test_a_lease_is_spared_at_the_last_moment_if_its_end_would_not_help(what: st
     here.pass_time(15.0, silent=("a",) if what == "silent" else ())
     assert state(here, held) is LeaseState.ACTIVE
     assert preempt_at(here, held) is None
-    assert len(events(here, "lease.preemption_withdrawn")) == 1
+    assert len(here.events("lease.preemption_withdrawn")) == 1
     assert state(here, waits) is LeaseState.QUEUED
 
 
@@ -550,12 +538,12 @@ def test_being_preempted_uses_up_no_retry() -> None:
     stop(here, job_id)
     give_back(here, waits)
     here.report()
-    run(here, job_id)
+    here.run_job(job_id)
     stop(here, job_id, exit_code=1, reason="exit code 1")
     assert of(here, job_id).job.state is JobState.QUEUED
     assert "joins the queue in 2 s" in str(of(here, job_id).job.reason)
     here.pass_time(2.5)
-    run(here, job_id)
+    here.run_job(job_id)
     stop(here, job_id, exit_code=1, reason="exit code 1")
     assert of(here, job_id).job.state is JobState.FAILED
 
@@ -573,7 +561,7 @@ def test_what_was_preempted_twice_goes_first_and_is_not_preempted_again_also_aft
         if times == 1:
             give_back(here, waits)
             here.report()
-            run(here, job_id)
+            here.run_job(job_id)
     next_lease = of(here, job_id).job.lease_id
     assert next_lease in here.ledger.go_first
     ahead = ask(here, priority=Priority.INTERACTIVE, time_s=60.0, user="eve")
@@ -586,7 +574,7 @@ def test_what_was_preempted_twice_goes_first_and_is_not_preempted_again_also_aft
 
     give_back(here, waits)
     here.report()
-    run(here, job_id)
+    here.run_job(job_id)
     here.pass_time(AFTER_S + 5.0)
     assert of(here, job_id).job.state is JobState.RUNNING
     assert len(preempted_ids(here)) == 2
@@ -613,7 +601,7 @@ def test_a_gang_that_is_preempted_ends_on_all_of_its_nodes() -> None:
         here.jobs[node] = [JobReport(job_id=job_id, state=RunState.PREPARED, log_directory="/x")]
         here.report(node)
     for node in ("a", "b"):
-        run(here, job_id, node)
+        here.run_job(job_id, node)
     assert of(here, job_id).job.state is JobState.RUNNING
     here.pass_time(AFTER_S)
     waits = ask(here)
@@ -669,7 +657,7 @@ def _random_day(seed: int) -> int:
         assert lease.granted_at is not None or lease.state is LeaseState.ENDED, (seed, waiting_id)
         if lease.granted_at is not None:
             assert lease.granted_at <= here.now.at - timedelta(seconds=here.at_s - end_s - 60.0), (seed, waiting_id)
-    for event in events(here, "lease.preempting"):
+    for event in here.events("lease.preempting"):
         lease = here.ledger.leases[event.lease_id or ""].lease
         assert lease.demand.priority is Priority.SCAVENGE
         assert lease.granted_at is not None

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.model import EndReason, Event, JobState, Lease, LeaseState, NodeMode, Priority
-from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core import reclaim
 from gpulease_server.core.calendar import END_MARGIN_S
 from gpulease_server.core.explain.explain import explain
@@ -54,7 +53,7 @@ def kinds(here: World, lease: Lease) -> list[str]:
 
 def reason(here: World, kind: str) -> str:
     """Of the last event of a kind."""
-    return [one for one in here.changes if isinstance(one, Event) and one.kind == kind][-1].reason or ""
+    return here.events(kind)[-1].reason or ""
 
 
 def reclaim_at_s(here: World, lease: Lease) -> float | None:
@@ -294,8 +293,7 @@ def test_an_idle_job_is_stopped_as_if_cancelled_and_its_reason_names_that() -> N
     lease = here.ledger.leases[record.job.lease_id]
     demand = replace(lease.lease.demand, reclaim_idle_after_s=AFTER_S)
     here.ledger.apply(replace(lease, lease=replace(lease.lease, demand=demand)))
-    attempt = record.job.attempts
-    here.jobs["a"] = [JobReport(job_id=job_id, attempt=attempt, state=RunState.RUNNING, started_at=here.now.at)]
+    here.run_job(job_id)
     here.lease(1, ttl_s=1e6)
     here.pass_time(AFTER_S + NOTICE_S + 3 * SLACK_S)
     job = here.ledger.jobs[job_id]

@@ -10,8 +10,8 @@ import pytest
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import LeaseLost, NotNow, OverQuota
 from gpulease_protocol.explanation import Explanation
-from gpulease_protocol.model import EndReason, Event, Holder, JobState, Lease, LeaseState, Liveness, Selection
-from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
+from gpulease_protocol.model import EndReason, Holder, JobState, Lease, LeaseState, Liveness, Selection
+from gpulease_protocol.node_protocol import OwnerState
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import CancelRequested, IdempotencyKey
@@ -166,7 +166,7 @@ def test_a_job_is_stopped_when_its_time_is_over() -> None:
     here = world()
     job = here.submit(1, token="t", budget=budget(lease_s=100), retries=3)
     here.answer_wanted()
-    here.jobs["a"] = [JobReport(job_id=job, attempt=1, state=RunState.RUNNING, started_at=here.now.at)]
+    here.run_job(job)
     here.pass_time(101)
     record = here.ledger.jobs[job]
     assert record.job.state is JobState.STOPPING
@@ -176,14 +176,14 @@ def test_a_job_is_stopped_when_its_time_is_over() -> None:
 def test_a_job_that_was_cancelled_with_a_long_grace_ends_with_its_budget_all_the_same() -> None:
     here = world()
     job = here.submit(token="t", budget=budget(lease_s=100.0))
-    here.jobs["a"] = [JobReport(job_id=job, attempt=1, state=RunState.RUNNING, started_at=here.now.at)]
+    here.run_job(job)
     here.pass_time(1.0)
     here.turn(CancelRequested(cause="cancel", job_id=job, grace_s=3600.0))
     skip(here, 90.0)
     assert here.ledger.jobs[job].grace_s == 3600.0
     skip(here, 11.0)
     assert here.ledger.jobs[job].grace_s == 35.0
-    spent = [one for one in here.changes if isinstance(one, Event) and one.kind == "lease.budget_spent"]
+    spent = here.events("lease.budget_spent")
     assert [one.job_id for one in spent] == [job], "it is told once"
 
 

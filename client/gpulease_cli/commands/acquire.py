@@ -16,7 +16,6 @@ from gpulease.device_reuse import LEASE_VARIABLE
 from gpulease.own_node import node_to_ask_for
 from gpulease_cli import caller_mask, id_completion, names, output, wait_progress
 from gpulease_cli.calling_shell import CallingShell, calling_shell
-from gpulease_cli.commands.leases import JOB
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DeviceForm, Field, Number
 from gpulease_cli.options import (
@@ -45,6 +44,8 @@ from gpulease_protocol.requests import LeaseRequest
 from gpulease_protocol.status_table import format_duration
 
 CLEAN = 'eval "$(gpulease release)"'
+JOB = "job-"
+"""Prefix of job ids."""
 
 
 def _lease_ids(context: click.Context, parameter: click.Parameter, ids: tuple[str, ...]) -> tuple[str, ...]:

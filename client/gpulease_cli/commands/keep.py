@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from gpulease.client import Client
-from gpulease.device_reuse import LEASE_VARIABLE
-from gpulease_cli import id_completion, names, output
+from gpulease_cli import names, output
+from gpulease_cli.commands.leases import LEASE_OR_JOB
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DURATION, Field
 from gpulease_cli.options import FENCING_TOKEN, JSON
-from gpulease_cli.parameters import argument, option
+from gpulease_cli.parameters import option
 from gpulease_cli.surrounding_lease import lease_token
 from gpulease_protocol.keep import KeepRequest
 from gpulease_protocol.status_table import format_duration
 
 
 @command(examples=("gpulease keep resnet --reason 'the data set is being copied' --for 2h",))
-@argument(
-    "lease",
-    metavar="[LEASE|JOB]",
-    required=False,
-    help="A lease or job: id, beginning of one, or name of a job of yours. By default the lease of this shell.",
-    shell_complete=id_completion.jobs,
-)
+@LEASE_OR_JOB
 @option(
     "--reason",
     type=Field(click.STRING, KeepRequest, "reason"),
     metavar="TEXT",
     required=True,
-    help="Why. Users who wait for these GPUs are told.",
+    help="Reason. Users who wait for these GPUs see it.",
 )
 @option(
     "--for",
@@ -39,20 +31,18 @@ from gpulease_protocol.status_table import format_duration
     type=Field(DURATION, KeepRequest, "for_s"),
     metavar="DURATION",
     required=True,
-    help="For how long from now; the administrator sets a bound.",
+    help="How long from now; the administrator sets a maximum.",
 )
 @FENCING_TOKEN
 @JSON
 def keep(lease: str | None, reason: str, for_s: float, token: int | None, json: bool) -> None:
     """Say that idle GPUs of a lease are kept on purpose, until when and why.
 
-    Until then no one is told that the lease is idle, and its GPUs are not taken back for that. Otherwise it ends as
-    before. It may be said again: the last one counts, also where it is for a shorter time. Administrators may say it of
-    any user's lease.
+    Until then no notice goes out that the lease is idle, and its GPUs are not taken back because they are idle. In all
+    other ways the lease ends as before. The last call counts, even if its time is shorter. Administrators can keep the
+    GPUs of any user's lease.
     """
-    word = lease or os.environ.get(LEASE_VARIABLE)
-    if not word:
-        raise click.UsageError("LEASE|JOB is missing, and this shell has no lease", click.get_current_context())
+    word = names.lease_or_job(lease)
     with Client() as client:
         lease_id, _ = names.find_lease(client, word)
         kept = client.keep(lease_id, lease_token(client, lease_id, token), reason=reason, for_s=for_s)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime
 
 import click
 
 from gpulease.client import Client
-from gpulease.device_reuse import LEASE_VARIABLE
 from gpulease_cli import id_completion, names, output
 from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
@@ -26,8 +24,13 @@ from gpulease_protocol.status_table import (
     short_id,
 )
 
-JOB = "job-"
-"""Prefix of job ids."""
+LEASE_OR_JOB = argument(
+    "lease",
+    metavar="[LEASE|JOB]",
+    required=False,
+    help="A lease or job: id, beginning of one, or name of a job of yours. By default the lease of this shell.",
+    shell_complete=id_completion.jobs,
+)
 
 
 @command("leases", examples=("gpulease leases --all",))
@@ -49,21 +52,13 @@ def list_leases(include_ended: bool, json: bool) -> None:
 
 
 @command(examples=("gpulease explain job-82c4b92c1f47e880",))
-@argument(
-    "lease",
-    metavar="[LEASE|JOB]",
-    required=False,
-    help="A lease or job: id, beginning of one, or name of a job of yours. By default the lease of this shell.",
-    shell_complete=id_completion.jobs,
-)
+@LEASE_OR_JOB
 @JSON
 def explain(lease: str | None, json: bool) -> None:
     """Explain why a lease or a job waits and what is in the way, or why it ended."""
-    lease = lease or os.environ.get(LEASE_VARIABLE)
-    if not lease:
-        raise click.UsageError("LEASE|JOB is missing, and this shell has no lease", click.get_current_context())
+    word = names.lease_or_job(lease)
     with Client() as client:
-        lease_id, job = names.find_lease(client, lease)
+        lease_id, job = names.find_lease(client, word)
         explanation = client.explain(lease_id)
     if json:
         output.print_json(explanation)
