@@ -53,7 +53,14 @@ FOREVER = math.inf
     ),
 )
 @argument("words", nargs=-1, metavar="[COMMAND]...", help="Command to run on the leased GPUs, after `--`.")
-@option("--timeout", type=DURATION, metavar="S", default=FOREVER, show_default="none", help="Give up waiting: exit 75.")
+@option(
+    "--timeout",
+    type=DURATION,
+    metavar="S",
+    default=FOREVER,
+    show_default="none",
+    help="Stop waiting after this time: exit 75.",
+)
 @option("--project", metavar="LABEL", default="", help="Shown to users who wait for these GPUs.")
 @option("--gpus", metavar="N|all", default="all", help="Number of GPUs; `all` is every GPU of a node.")
 @option("--cpu-heavy", is_flag=True, help="Accepted, with a warning that gpulease does not lease CPUs.")

@@ -106,7 +106,7 @@ RECLAIM = option(
     type=Field(DURATION, _lease_request, "reclaim_idle_after_s"),
     metavar="DURATION",
     show_default="never",
-    help="Take the GPUs back once none has worked for this long and others wait for them; told 5 minutes ahead.",
+    help="Take the GPUs back once none has worked for this long and others wait for them, after 5 minutes' notice.",
 )
 NODE = option(
     "--node",

@@ -228,8 +228,8 @@ class ServeSettings:
     )
     reclaim_idle_interactive_after_s: float = setting(
         0.0,
-        "How long the GPUs of a lease of priority interactive have done nothing when they are taken back, while others "
-        "wait for them; 60 or more, and 0 means never. Seconds.",
+        "After how long without work the GPUs of a lease of priority interactive are taken back if others wait for "
+        "them; at least 60, and 0 means never. Seconds.",
         variable="GPULEASE_RECLAIM_IDLE_INTERACTIVE_AFTER_S",
         minimum=0,
         maximum=366 * 24 * 3600,
@@ -300,7 +300,7 @@ class ServeSettings:
     )
     max_bypass_s: float = setting(
         300.0,
-        "How long newer requests may pass a waiting one, from the first that did; 0 means strict order. Seconds.",
+        "How long newer requests may pass a waiting one, from the first that passed it; 0 means strict order. Seconds.",
         variable="GPULEASE_MAX_BYPASS_S",
         minimum=0,
         maximum=366 * 24 * 3600,
@@ -315,14 +315,14 @@ class ServeSettings:
     )
     fair_share: bool = setting(
         False,
-        "Order the requests of one priority by what their users have used lately, the least first; else by arrival.",
+        "Order requests of the same priority by the recent usage of their users, least first, instead of by arrival.",
         variable="GPULEASE_FAIR_SHARE",
         flag="--fair-share/--no-fair-share",
         group=QUEUE,
     )
     usage_half_life_days: float = setting(
         7.0,
-        "Of the GPU-hours that were used so long ago half counts. Days.",
+        "Half-life of usage: GPU-hours that were used this long ago count half. Days.",
         variable="GPULEASE_USAGE_HALF_LIFE_DAYS",
         minimum=0.01,
         maximum=36_500,
@@ -330,7 +330,7 @@ class ServeSettings:
     )
     gpu_weights: tuple[str, ...] = setting(
         (),
-        "For how many GPUs one counts that has MODEL in its name, as in H100=2; others count for 1. Repeatable.",
+        "As how many GPUs a GPU with MODEL in its name counts, as in H100=2; all others count as 1. Repeatable.",
         variable="GPULEASE_GPU_WEIGHTS",
         flag="--gpu-weight",
         metavar="MODEL=N",
@@ -348,15 +348,14 @@ class ServeSettings:
     )
     preemption: bool = setting(
         False,
-        "Have leases and jobs of priority scavenge end, after a notice, where a request of higher priority could then "
-        "start.",
+        "End leases and jobs of priority scavenge, after a notice, if a request of higher priority can then start.",
         variable="GPULEASE_PREEMPTION",
         flag="--preemption/--no-preemption",
         group=QUEUE,
     )
     preempt_after_s: float = setting(
         600.0,
-        "For how long a lease holds its GPUs at least before it is preempted. Seconds.",
+        "How long a lease must have held its GPUs before it can be preempted. Seconds.",
         variable="GPULEASE_PREEMPT_AFTER_S",
         flag="--preempt-after",
         minimum=0,
@@ -365,8 +364,8 @@ class ServeSettings:
     )
     preempt_notice_s: float = setting(
         120.0,
-        "How long before its end a lease that is preempted is told; a job gets SIGTERM then, SIGKILL at the end. "
-        "Seconds.",
+        "How long before its end the holder of a preempted lease is told; a job gets SIGTERM at that moment, and "
+        "SIGKILL at the end. Seconds.",
         variable="GPULEASE_PREEMPT_NOTICE_S",
         flag="--preempt-notice",
         minimum=1,

@@ -110,9 +110,11 @@ LEAVE = option(
     )
 )
 @POOL
-@option("--nodes", type=Number(int, 0, MAX_PILOTS), metavar="N", help="So many nodes, always.")
-@option("--min", "least", type=Number(int, 0, MAX_PILOTS), metavar="N", help="So many nodes at least.")
-@option("--max", "most", type=Number(int, 0, MAX_PILOTS), metavar="N", help="So many while requests wait.")
+@option("--nodes", type=Number(int, 0, MAX_PILOTS), metavar="N", help="Fixed number of nodes.")
+@option("--min", "least", type=Number(int, 0, MAX_PILOTS), metavar="N", help="Minimum number of nodes.")
+@option(
+    "--max", "most", type=Number(int, 0, MAX_PILOTS), metavar="N", help="Maximum number of nodes, while requests wait."
+)
 @IDLE
 @GRES
 @TIME
@@ -125,7 +127,7 @@ LEAVE = option(
 @LEAVE
 @TICK
 @option("--once", is_flag=True, help="Make one round and exit, for use from cron.")
-@option("--no-doctor", is_flag=True, help="Start although `doctor` finds something.")
+@option("--no-doctor", is_flag=True, help="Start even if `doctor` finds problems.")
 @STATE_DIR
 def slurm_up(
     pool: str,

@@ -33,9 +33,15 @@ ADDRESS = option(
 
 @command(examples=("gpulease fleet ray up --nodes 4 --gpus 8",))
 @fleet.POOL
-@option("--nodes", type=Number(int, 0, fleet.MAX_PILOTS), metavar="N", help="So many nodes, always.")
-@option("--min", "least", type=Number(int, 0, fleet.MAX_PILOTS), metavar="N", help="So many nodes at least.")
-@option("--max", "most", type=Number(int, 0, fleet.MAX_PILOTS), metavar="N", help="So many while requests wait.")
+@option("--nodes", type=Number(int, 0, fleet.MAX_PILOTS), metavar="N", help="Fixed number of nodes.")
+@option("--min", "least", type=Number(int, 0, fleet.MAX_PILOTS), metavar="N", help="Minimum number of nodes.")
+@option(
+    "--max",
+    "most",
+    type=Number(int, 0, fleet.MAX_PILOTS),
+    metavar="N",
+    help="Maximum number of nodes, while requests wait.",
+)
 @fleet.IDLE
 @GPUS
 @ADDRESS
@@ -47,7 +53,7 @@ ADDRESS = option(
 @fleet.LEAVE
 @fleet.TICK
 @option("--once", is_flag=True, help="Make one round and exit, for use from cron.")
-@option("--no-doctor", is_flag=True, help="Start although `doctor` finds something.")
+@option("--no-doctor", is_flag=True, help="Start even if `doctor` finds problems.")
 @fleet.STATE_DIR
 def ray_up(
     pool: str,

@@ -18,7 +18,7 @@ from gpulease_protocol.status_table import describe_holder, describe_kept, descr
 
 @command(examples=("gpulease idle", "gpulease idle --for 2h --user ada"))
 @option(
-    "--for", "least_s", type=DURATION, metavar="DURATION", default=600.0, show_default="10m", help="Idle for this long."
+    "--for", "least_s", type=DURATION, metavar="DURATION", default=600.0, show_default="10m", help="Minimum idle time."
 )
 @option("--user", metavar="USER", help="Only this user.")
 @JSON

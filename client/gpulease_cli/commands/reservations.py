@@ -44,7 +44,7 @@ HEADS = ("RESERVATION", "FOR", "FROM", "TO", "GPUS", "REASON")
 @option("--to", "to_at", type=MOMENT_AHEAD, required=True, help="When it ends, in the same forms.")
 @option("--user", metavar="USER", help="The user it is for.")
 @option("--group", metavar="GROUP", help="The group of `gpulease limits` it is for.")
-@option("--reason", metavar="TEXT", help="What it is for. Users who have to wait are told.")
+@option("--reason", metavar="TEXT", help="Purpose. Users who have to wait see it.")
 @JSON
 def add(
     node: str | None,
@@ -59,8 +59,8 @@ def add(
 ) -> None:
     """Keep GPUs for a user or a group in a window of time. For administrators.
 
-    No lease of anyone else gets them that could last into the window. Refused where a lease is in the way that may last
-    so long, or another reservation.
+    Others get these GPUs only for leases that end before the window. It is refused if another reservation, or a lease
+    that may last into the window, is in the way.
     """
     request = checked(
         lambda: ReservationRequest(

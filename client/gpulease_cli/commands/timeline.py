@@ -24,9 +24,9 @@ from gpulease_protocol.timeline import MAX_SPANS
     metavar="TIME",
     default="24h",
     show_default=True,
-    help="From then on: 2026-11-23T18:00, 03:00, or how long ago.",
+    help="Start of the period: 2026-11-23T18:00, 03:00, or how long ago.",
 )
-@option("--until", type=MOMENT, metavar="TIME", show_default="now", help="Until then.")
+@option("--until", type=MOMENT, metavar="TIME", show_default="now", help="End of the period.")
 @option("--user", metavar="USER", help="Only leases of this user.")
 @option("--node", metavar="NODE", help="Only GPUs of this node.")
 @JSON
