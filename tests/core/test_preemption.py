@@ -383,6 +383,22 @@ def test_gpus_of_the_set_that_do_not_come_are_held_for_a_bounded_time() -> None:
     assert len(preempted_ids(here)) == 2, "it preempts once"
 
 
+@pytest.mark.parametrize("by", ["reservation", "limit"])
+def test_one_behind_another_that_is_kept_out_since_preempts_although_no_gpu_is_free(by: str) -> None:
+    """Both ask for the same, and no walk through the queue has told them apart since."""
+    here = world(gpus=2)
+    job(here, 2, timeout_s=3600.0)
+    here.pass_time(AFTER_S - 2.0)
+    ask(here, 2, user="eve")
+    behind = ask(here, 2, user="ada")
+    if by == "reservation":
+        assert here.reserve(uuid(0), uuid(1), user="ada", after_s=4100.0) is None
+    else:
+        here.limit("eve", max_gpus=1)
+    here.pass_time(4.0)
+    assert list(here.ledger.preemptions) == [behind.id]
+
+
 @pytest.mark.parametrize(("slack_s", "preempts"), [(90.0, False), (120.0, True)])
 def test_nothing_ends_for_a_request_that_a_reservation_closes_out_before_it_could_start(
     slack_s: float, preempts: bool

@@ -166,9 +166,11 @@ class Calendar:
         of_gpu = self.of_gpu(uuid)
         return next((entry for entry in of_gpu if entry.from_at < to_at and from_at < entry.to_at), None)
 
-    def users_apart(self, limited: UsersSet, index: LimitIndex) -> UsersSet:
-        """These users, and those whom a reservation is for. The same object while they are the same: the queue is
-        grouped again for another one."""
+    def users_apart(self, limited: UsersSet | None, index: LimitIndex) -> UsersSet | None:
+        """These users, and those whom a reservation is for; None for all. The same object while they are the same: the
+        queue is grouped again for another one."""
+        if limited is None or not self.entries:
+            return limited
         groups = sorted(group for _, group in self._for_whom if group is not None)
         keys = (LimitKey(LimitKind.GROUP, group) for group in groups)
         of_groups = tuple(index.records[key].members for key in keys if key in index.records)

@@ -23,7 +23,7 @@ from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.calendar import NO_GPUS
 from gpulease_server.core.elastic_jobs import MAX_REGROUPS, may_take_part
-from gpulease_server.core.eligibility import is_eligible, min_gpus_of
+from gpulease_server.core.eligibility import divided_queue, is_eligible, min_gpus_of
 from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.job import change_job
@@ -110,7 +110,7 @@ def _open_in_passing(turn: Turn, lease: Lease) -> frozenset[str] | None:
     ledger, users = turn.ledger, usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     order = UserOrder(Reservations(ledger, turn.now, turn.policy, users))
     own, found = {one.key for one in users.applied(lease)}, None
-    for place, _, _ in ledger.demand_classes.heads:
+    for place, _, _ in divided_queue(ledger, users, turn.policy).heads:
         record = ledger.leases[place[3]]
         wanted = min_gpus_of(ledger, users, record.lease.demand)
         if not is_eligible(ledger, record, turn.now) or never_within_limits(users, record.lease, wanted) is not None:

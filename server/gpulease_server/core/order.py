@@ -61,7 +61,7 @@ from dataclasses import replace
 
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.demand_classes import OrderedPlace, rank_of
-from gpulease_server.core.eligibility import is_eligible
+from gpulease_server.core.eligibility import divided_queue, is_eligible
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import Overtakes, PlacesKept
 from gpulease_server.core.records import LeaseRecord
@@ -180,6 +180,7 @@ def choose_first(turn: Turn, reservations: Reservations) -> None:
         return
     # By arrival, so with counts of its own of what older requests claim.
     order = UserOrder(replace(reservations, users=usage_by_user(ledger, policy.limits, turn.now)))
+    divided_queue(ledger, order.users, policy)
     found, wait_for_gpus = list[str](), set[LimitedDemand]()
     for record in _oldest_of_each_class(ledger):
         if record.lease.id in turn.pending or not is_eligible(ledger, record, turn.now):

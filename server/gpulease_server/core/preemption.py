@@ -21,7 +21,7 @@ from datetime import timedelta
 
 from gpulease_protocol.model import EndReason, GpuState, JobState, LeaseState
 from gpulease_server.core.backfill import Reservations
-from gpulease_server.core.eligibility import is_eligible
+from gpulease_server.core.eligibility import divided_queue, is_eligible
 from gpulease_server.core.gpu import is_cordoned, state_of
 from gpulease_server.core.job import change_job
 from gpulease_server.core.lease_end import end_lease
@@ -125,8 +125,10 @@ def _preempt(turn: Turn) -> None:
 def _first(turn: Turn) -> LeaseRecord | None:
     """The first request in the queue that waits for nothing but the end of leases, and that no limit keeps out."""
     ledger = turn.ledger
-    order = UserOrder(Reservations(ledger, turn.now, turn.policy, usage_by_user(ledger, turn.policy.limits, turn.now)))
-    heads = [head[3] for head, _, _ in itertools.islice(ledger.demand_classes.heads, MAX_CLASSES)]
+    users = usage_by_user(ledger, turn.policy.limits, turn.now)
+    order = UserOrder(Reservations(ledger, turn.now, turn.policy, users))
+    classes = divided_queue(ledger, users, turn.policy)
+    heads = [head[3] for head, _, _ in itertools.islice(classes.heads, MAX_CLASSES)]
     known = [ledger.leases[lease_id] for lease_id in dict.fromkeys([*ledger.alone, *heads])]
     for record in sorted(known, key=ledger.ordered_place):
         if record.lease.id in turn.pending or not is_eligible(ledger, record, turn.now):

@@ -38,7 +38,7 @@ from gpulease_protocol.model import Priority, Selection
 from gpulease_server.core.backfill import BlockedRequests, Reservations, Undelayed, nodes_to_reserve
 from gpulease_server.core.demand_classes import Bypassed, DemandClass, OrderedPlace, Place, UsersApart
 from gpulease_server.core.easy_backfill import MAX_AHEAD
-from gpulease_server.core.eligibility import array_at_limit, is_eligible
+from gpulease_server.core.eligibility import array_at_limit, divided_queue, is_eligible
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import NO_USERS, LimitKey, token_key
 from gpulease_server.core.pending import PendingRequest
@@ -206,13 +206,11 @@ class QueueWalk:
     @property
     def _users_apart(self) -> UsersApart:
         """Who has a limit, or a reservation; None for all."""
-        users, calendar = self.reservations.users, self.ledger.calendar
-        limited = users.limited_users
-        return limited if limited is None or not calendar.entries else calendar.users_apart(limited, users.index)
+        users = self.reservations.users
+        return self.ledger.calendar.users_apart(users.limited_users, users.index)
 
     def _begin(self) -> None:
-        apart = None if self.reservations.policy.fair_share else self._users_apart
-        classes = self.ledger.classes_by_user(apart, timed_apart=self.reservations.policy.easy_backfill)
+        classes = divided_queue(self.ledger, self.reservations.users, self.reservations.policy)
         if self.last is not None:
             self._end = self.ledger.ordered_place(self.last)
         if self._is_over():
