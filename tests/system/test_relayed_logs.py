@@ -111,6 +111,7 @@ def test_a_second_attempt_is_followed_from_its_beginning(running: BehindProxy, t
         eventually(lambda: following.text == "first\n", 60, running.story)
         gate.touch()
         assert following.whole() == "first\n[... attempt 2 begins]\nbetter\n"
+        assert ["".join(client.job_logs(job_id, attempt=number)) for number in (1, 2)] == ["first\n", "better\n"]
 
 
 def test_who_follows_goes_on_after_a_restart_of_the_worker(running: BehindProxy, tmp_path: Path) -> None:
