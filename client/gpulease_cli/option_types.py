@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 else:
     ParamType = click.ParamType  # not generic before 8.5
 
+CLOCK = re.compile(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?")
 OLDEST = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -55,11 +56,8 @@ class Moment(ParamType):
             return value
         now = datetime.now(UTC)
         try:
-            if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?", value):
-                clock, today = time.fromisoformat(value.zfill(5)), now.astimezone().date()
-                days = (today + timedelta(days=number) for number in ((0, 1) if self.ahead else (0, -1)))
-                at, other = (datetime.combine(day, clock).astimezone(UTC) for day in days)  # by the clock on the wall
-                return at if (at >= now if self.ahead else at <= now) else other
+            if CLOCK.fullmatch(value):
+                return self._at_clock(value, now)
             if re.fullmatch(r"[0-9.]+[smhd]?", value):
                 length = timedelta(seconds=parse_duration(value))
                 return now + length if self.ahead else max(now - length, OLDEST)
@@ -67,6 +65,31 @@ class Moment(ParamType):
         except (ValueError, OverflowError, OSError):
             hours = "2h for in two hours" if self.ahead else "2h for two hours ago"
             self.fail(f"{value!r} is no time; write it like 03:00, 2026-11-23T18:00, or {hours}", param, ctx)
+
+    def _at_clock(self, value: str, now: datetime) -> datetime:
+        clock, today = time.fromisoformat(value.zfill(5)), now.astimezone().date()
+        days = (today + timedelta(days=number) for number in ((0, 1) if self.ahead else (0, -1)))
+        at, other = (datetime.combine(day, clock).astimezone(UTC) for day in days)  # by the clock on the wall
+        return at if (at >= now if self.ahead else at <= now) else other
+
+
+class EndOfPeriod(Moment):
+    """The end of a period that begins ahead: a time of day is the first one after the beginning. The text is checked,
+    and kept until the beginning is known."""
+
+    def __init__(self) -> None:
+        super().__init__(ahead=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The text. Fails for what is no time."""
+        super().convert(value, param, ctx)
+        return value
+
+    def after(self, text: str, begin: datetime) -> datetime:
+        """The point in time in UTC."""
+        if CLOCK.fullmatch(text):
+            return self._at_clock(text, max(begin, datetime.now(UTC)))
+        return super().convert(text, None, None)
 
 
 class Number(ParamType):
@@ -198,4 +221,5 @@ class Field(ParamType):
 DURATION = Duration()
 MOMENT = Moment()
 MOMENT_AHEAD = Moment(ahead=True)
+END_OF_PERIOD = EndOfPeriod()
 DEVICE_FORM = Devices()

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
+import click
 import pytest
 
 from gpulease_cli import option_types
-from gpulease_cli.option_types import MOMENT, MOMENT_AHEAD, Moment
+from gpulease_cli.option_types import END_OF_PERIOD, MOMENT, MOMENT_AHEAD, Moment
 
 
 @pytest.fixture
@@ -55,6 +56,26 @@ def test_ahead_it_is_the_next_time_or_in_so_long() -> None:
     now = datetime.now(UTC)
     assert timedelta(0) <= MOMENT_AHEAD.convert("03:00", None, None) - now <= timedelta(days=1, hours=1)
     assert timedelta(0) <= MOMENT_AHEAD.convert("2h", None, None) - now - timedelta(hours=2) < timedelta(minutes=1)
+
+
+@pytest.mark.usefixtures("zone")
+@pytest.mark.parametrize(
+    ("begin", "text", "end"),
+    [
+        ("2099-12-03T08:00", "18:00", "2099-12-03T18:00"),
+        ("2099-12-03T22:00", "06:00", "2099-12-04T06:00"),
+        ("2099-12-03T22:00", "2099-12-03T23:00", "2099-12-03T23:00"),
+        ("2001-12-03T22:00", "2099-12-03T23:00", "2099-12-03T23:00"),
+    ],
+)
+def test_the_end_of_a_period_is_the_first_such_time_after_its_beginning(begin: str, text: str, end: str) -> None:
+    kept, begins = END_OF_PERIOD.convert(text, None, None), MOMENT.convert(begin, None, None)
+    assert END_OF_PERIOD.after(kept, begins) == MOMENT.convert(end, None, None)
+
+
+def test_the_end_of_a_period_that_is_no_time_is_refused_at_once() -> None:
+    with pytest.raises(click.BadParameter, match="is no time"):
+        END_OF_PERIOD.convert("at eight", None, None)
 
 
 @pytest.mark.usefixtures("zone")

@@ -9,7 +9,7 @@ import click
 from gpulease.client import Client
 from gpulease_cli import output
 from gpulease_cli.help_format import command
-from gpulease_cli.option_types import MOMENT_AHEAD, Field, Number
+from gpulease_cli.option_types import END_OF_PERIOD, MOMENT_AHEAD, Field, Number
 from gpulease_cli.options import JSON, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.obstacle_groups import gpu_ranges
@@ -41,7 +41,13 @@ HEADS = ("RESERVATION", "FOR", "FROM", "TO", "GPUS", "REASON")
     required=True,
     help="When it begins: 08:00, 2026-12-03T08:00, or 2h from now.",
 )
-@option("--to", "to_at", type=MOMENT_AHEAD, required=True, help="When it ends, in the same forms.")
+@option(
+    "--to",
+    "to_text",
+    type=END_OF_PERIOD,
+    required=True,
+    help="When it ends, in the same forms; a time of day is the first one after --from.",
+)
 @option("--user", metavar="USER", help="The user it is for.")
 @option("--group", metavar="GROUP", help="The group of `gpulease limits` it is for.")
 @option("--reason", metavar="TEXT", help="Purpose. Users who have to wait see it.")
@@ -51,7 +57,7 @@ def add(
     count: int | None,
     uuids: tuple[str, ...],
     from_at: datetime,
-    to_at: datetime,
+    to_text: str,
     user: str | None,
     group: str | None,
     reason: str | None,
@@ -68,7 +74,7 @@ def add(
             count=count,
             gpus=list(uuids),
             from_at=from_at,
-            to_at=to_at,
+            to_at=END_OF_PERIOD.after(to_text, from_at),
             user=user,
             group=None if group is None else group.removeprefix("@"),
             reason=reason,
