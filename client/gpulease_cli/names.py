@@ -6,16 +6,12 @@ A full id costs no request. Anything else costs at most five, however many recor
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import click
-
 from gpulease.client import Client
-from gpulease.device_reuse import LEASE_VARIABLE
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.model import Gpu, Job
@@ -101,14 +97,6 @@ def members(client: Client, array_id: str) -> tuple[Job, ...]:
     if not jobs:
         raise NotFound(f"There is no array {array_id}.", remedy="`gpulease jobs` shows arrays as NAME[INDEX].")
     return tuple(sorted(jobs, key=lambda job: job.array_index or 0))
-
-
-def lease_or_job(word: str | None) -> str:
-    """What was typed for a lease or a job; without it the surrounding lease. Raises UsageError where there is none."""
-    word = word or os.environ.get(LEASE_VARIABLE)
-    if not word:
-        raise click.UsageError("LEASE|JOB is missing, and this shell has no lease", click.get_current_context())
-    return word
 
 
 def find_lease(client: Client, word: str) -> tuple[str, Job | None]:

@@ -6,7 +6,7 @@ import click
 
 from gpulease.client import Client
 from gpulease_cli import names, output
-from gpulease_cli.commands.leases import LEASE_OR_JOB
+from gpulease_cli.commands.leases import LEASE_OR_JOB, lease_or_job
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DURATION, Field
 from gpulease_cli.options import FENCING_TOKEN, JSON
@@ -42,7 +42,7 @@ def keep(lease: str | None, reason: str, for_s: float, token: int | None, json: 
     other ways the lease ends as before. The last call counts, even if its time is shorter. Administrators can keep the
     GPUs of any user's lease.
     """
-    word = names.lease_or_job(lease)
+    word = lease_or_job(lease)
     with Client() as client:
         lease_id, _ = names.find_lease(client, word)
         kept = client.keep(lease_id, lease_token(client, lease_id, token), reason=reason, for_s=for_s)

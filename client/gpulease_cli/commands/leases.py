@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime
 
 import click
 
 from gpulease.client import Client
+from gpulease.device_reuse import LEASE_VARIABLE
 from gpulease_cli import id_completion, names, output
 from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
@@ -56,7 +58,7 @@ def list_leases(include_ended: bool, json: bool) -> None:
 @JSON
 def explain(lease: str | None, json: bool) -> None:
     """Explain why a lease or a job waits and what is in the way, or why it ended."""
-    word = names.lease_or_job(lease)
+    word = lease_or_job(lease)
     with Client() as client:
         lease_id, job = names.find_lease(client, word)
         explanation = client.explain(lease_id)
@@ -74,6 +76,14 @@ def explain(lease: str | None, json: bool) -> None:
     click.echo(output.local_times(sentence))
     for obstacle in explanation.obstacles:
         click.echo(f"  {output.local_times(obstacle.sentence)}")
+
+
+def lease_or_job(word: str | None) -> str:
+    """What was typed for a lease or a job; without it the surrounding lease. Raises UsageError where there is none."""
+    word = word or os.environ.get(LEASE_VARIABLE)
+    if not word:
+        raise click.UsageError("LEASE|JOB is missing, and this shell has no lease", click.get_current_context())
+    return word
 
 
 def _row(lease: Lease, job: Job | None, now: datetime, several_nodes: bool, short: bool) -> tuple[str, ...]:
