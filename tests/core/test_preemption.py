@@ -482,6 +482,7 @@ def test_a_restart_within_the_notice_changes_nothing_nor_does_a_step_of_the_cloc
     waits = ask(here)
     here.pass_time(1.5)
     told = preempt_at(here, held)
+    assert isinstance(here.renew(held), Lease), "it has heard of it"
     here.ledger = copy_ledger(here.ledger)
     here.lose_reports()
     one = here.ledger.preemptions[waits.id]

@@ -298,6 +298,7 @@ def test_a_preempted_job_has_its_old_place_after_a_restart_and_what_ends_for_who
     world.pass_time(6.0)
     waits = world.lease(2, ttl_s=1e6)
     world.pass_time(2.0)
+    world.renew(held)  # its holder has heard of it
     save(store, world)
     loaded = store.load()
     assert loaded.preemptions.keys() == {waits.id}

@@ -116,7 +116,7 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
     forget_nodes(turn)
     end_reservations(turn)
     end_late_jobs(turn)
-    watch_preemptions(turn)
+    watch_preemptions(turn, ticked.stalled_s)
     _forget_keys(turn)
 
 

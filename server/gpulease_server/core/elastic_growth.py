@@ -30,6 +30,7 @@ from gpulease_server.core.job import change_job
 from gpulease_server.core.lease_env import LOOPBACK
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Search, find_candidates, reach_of
+from gpulease_server.core.preempted_gpus import preemptions_under_way
 from gpulease_server.core.records import GpuRecord, JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import never_within_limits, usage_by_user
@@ -84,7 +85,8 @@ def _take_free_node(turn: Turn, record: LeaseRecord, regroups: int) -> list[str]
     found, model = find_candidates(ledger, lease.demand), lease.gpus[0].name or ""
     here = {one.node for one in lease.members}
     reach = reach_of(ledger, lease.demand, lease.members[0].node)
-    search = Search(ledger, lease.demand, closed, turn.now, turn.policy, (), None, float("-inf"), False)
+    held = {uuid for one, _ in preemptions_under_way(ledger, turn.now, turn.policy) for uuid in one.gpus}
+    search = Search(ledger, lease.demand, closed | held, turn.now, turn.policy, (), None, float("-inf"), False)
     nodes = [node for node in found.by_model.get(model, ()) if node in ledger.fleet.free and node not in here]
     nodes = [node for node in nodes if all(gpu.lease_id != lease.id for gpu in ledger.gpus_on(node))]
     reached = (node for node in nodes if reach is not None and reach_of(ledger, lease.demand, node) == reach)

@@ -18,7 +18,7 @@ from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.lease_index import count_for_token, put_watch
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageRecord, UsageRemoved, UsageSteps
-from gpulease_server.core.preemption_records import MAX_PREEMPTED, Preemption, PreemptionRemoved, is_preemptible
+from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved, goes_first, is_preemptible
 from gpulease_server.core.reclaim_records import ReclaimIndex, ReclaimNotice
 from gpulease_server.core.records import (
     BudgetRecord,
@@ -339,7 +339,7 @@ class Ledger(RequestQueue):
             self._count_bytes(record.job.id, record.job.user, job_bytes(record.spec, record.job) if waits else 0)
         if not record.job.state.final:
             self.live_jobs[record.job.id] = record
-            if record.job.preempted >= MAX_PREEMPTED and record.job.lease_id in self.queued_bytes:
+            if goes_first(record.job) and record.job.lease_id in self.queued_bytes:
                 self.go_first.setdefault(record.job.lease_id, 0)
             return
         self.live_jobs.pop(record.job.id, None)

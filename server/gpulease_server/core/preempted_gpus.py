@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gpulease_protocol.model import LeaseState
 from gpulease_server.core.backfill import Reservations
+from gpulease_server.core.eligibility import min_gpus_of
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.preemption_records import Preemption
@@ -22,11 +23,15 @@ def preemptions_under_way(ledger: Ledger, now: Instant, policy: Policy) -> Itera
 
 
 def hold_preempted_gpus(reservations: Reservations) -> None:
-    """Hold what is free of these GPUs, before anything is held for others. Nothing where the calendar has closed one of
-    them to the request since: it needs them all."""
+    """Hold what is free of these GPUs, before anything is held for others; and keep what the request needs of its
+    limits, so that it can start once the others come. Nothing where the calendar has closed one of them to the request
+    since: it needs them all."""
     ledger, users = reservations.ledger, reservations.users
     for one, record in preemptions_under_way(ledger, reservations.now, reservations.policy):
         if not users.closed_to(record.lease).isdisjoint(one.gpus):
             continue
+        needed = min_gpus_of(ledger, users, record.lease.demand)
+        if users.limit_reached(record.lease, needed) is None:
+            users.keep_all(record.lease, needed)
         known = (ledger.gpus.get(uuid) for uuid in one.gpus)
         reservations.reserve(record, (gpu for gpu in known if gpu is not None and gpu.lease_id is None))

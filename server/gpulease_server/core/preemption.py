@@ -19,10 +19,10 @@ import itertools
 from dataclasses import replace
 from datetime import timedelta
 
-from gpulease_protocol.model import EndReason, GpuState, JobState, LeaseState
+from gpulease_protocol.model import EndReason, GpuState, JobState, Lease, LeaseState
 from gpulease_server.core.backfill import Reservations
-from gpulease_server.core.eligibility import divided_queue, is_eligible
-from gpulease_server.core.gpu import is_cordoned, state_of
+from gpulease_server.core.eligibility import array_at_limit, divided_queue, is_eligible, min_gpus_of
+from gpulease_server.core.gpu import ends_too_soon, is_cordoned, state_of
 from gpulease_server.core.job import change_job
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.place import place
@@ -31,11 +31,11 @@ from gpulease_server.core.preempted_gpus import preemptions_under_way
 from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.reservation_view import reservations_before
-from gpulease_server.core.shadow_time import shadow_time
+from gpulease_server.core.shadow_time import latest_s, shadow_time
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import usage_by_user
 from gpulease_server.core.user_order import UserOrder
-from gpulease_server.core.victim_choice import Victims, end_in_s, smallest_set, soon
+from gpulease_server.core.victim_choice import Victims, longest_notice_s, smallest_set, soon
 
 LOOK_EVERY_S = 1.0
 """How often it is looked at whether something is to be preempted."""
@@ -45,16 +45,27 @@ USABLE = (GpuState.FREE, GpuState.LEASED, GpuState.DRAINING)
 """States of a GPU on which the request can still start."""
 
 
-def watch_preemptions(turn: Turn) -> None:
-    """End what is due, withdraw what no one waits for any more, and choose whom to preempt next."""
-    for one in list(turn.ledger.preemptions.values()):
-        waiting = turn.ledger.leases.get(one.lease_id)
+def watch_preemptions(turn: Turn, stalled_s: float) -> None:
+    """End what is due, withdraw what no one waits for any more, and choose whom to preempt next. `stalled_s`: for how
+    long no holder could be heard, which is no part of their notice."""
+    for known in list(turn.ledger.preemptions.values()):
+        one, waiting = known, turn.ledger.leases.get(known.lease_id)
+        if stalled_s > 0:
+            one = replace(known, end_s=known.end_s + stalled_s)
+            turn.put(one)
         if waiting is None or waiting.lease.state is not LeaseState.QUEUED:
             _withdraw(turn, one, f"{one.lease_id} waits no more")
             turn.put(PreemptionRemoved(one.lease_id))
-        elif turn.now.mono_s >= one.end_s:
+        elif turn.now.mono_s >= one.end_s and not _may_yet_report(turn, one):
             _end_victims(turn, one, waiting)
     _preempt(turn)
+
+
+def _may_yet_report(turn: Turn, one: Preemption) -> bool:
+    """True after a restart, while a node of these GPUs has not reported: whether the request can start is not known."""
+    ledger, known = turn.ledger, (turn.ledger.gpus.get(uuid) for uuid in one.gpus)
+    silent = any(gpu.device.node in ledger.unreported for gpu in known if gpu is not None)
+    return silent and turn.now.mono_s < one.held_until_s(turn.policy)
 
 
 def _victims(turn: Turn, one: Preemption) -> list[LeaseRecord]:
@@ -79,19 +90,37 @@ def _end_victims(turn: Turn, one: Preemption, waiting: LeaseRecord) -> None:
 
 def _why_useless(turn: Turn, one: Preemption, waiting: LeaseRecord) -> str | None:
     """Why the request could not start on the GPUs; None where it could."""
-    ledger = turn.ledger
     if not _victims(turn, one):
         return None
-    closed = usage_by_user(ledger, turn.policy.limits, turn.now).closed_to(waiting.lease)
-    for uuid in one.gpus:
-        gpu = ledger.gpus.get(uuid)
-        if gpu is None:
-            return f"GPU {uuid} is gone"
-        state = state_of(ledger, gpu, turn.now, turn.policy)
-        if state not in USABLE or is_cordoned(ledger, gpu) or uuid in closed:
-            what = "reserved" if uuid in closed else "cordoned" if is_cordoned(ledger, gpu) else state.value
-            return f"GPU {gpu.device.index} of {gpu.device.node} is {what}"
-    return None
+    ledger, lease, users = turn.ledger, waiting.lease, usage_by_user(turn.ledger, turn.policy.limits, turn.now)
+    if (limit := users.limit_reached(lease, min_gpus_of(ledger, users, lease.demand))) is not None:
+        return limit
+    if (member := array_at_limit(ledger, waiting)) is not None:
+        return f"array {member.array_id} runs as many jobs as it may at once"
+    for lease_id in one.victims:
+        job = ledger.live_jobs.get(ledger.leases[lease_id].lease.job_id or "") if lease_id in ledger.leases else None
+        if job is not None and job.job.lease_id == lease_id and job.stuck_on:
+            return f"job {job.job.id} does not end"
+    reservations = Reservations(ledger, turn.now, turn.policy, users)
+    return next((why for uuid in one.gpus if (why := _why_missing(reservations, one, lease, uuid)) is not None), None)
+
+
+def _why_missing(reservations: Reservations, one: Preemption, lease: Lease, uuid: str) -> str | None:
+    """Why a GPU would not be the request's soon after the leases have ended; None where it would."""
+    ledger, gpu = reservations.ledger, reservations.ledger.gpus.get(uuid)
+    if gpu is None:
+        return f"GPU {uuid} is gone"
+    state = state_of(ledger, gpu, reservations.now, reservations.policy)
+    named, is_closed = f"GPU {gpu.device.index} of {gpu.device.node}", uuid in reservations.users.closed_to(lease)
+    if state not in USABLE or is_cordoned(ledger, gpu) or is_closed:
+        return f"{named} is {'reserved' if is_closed else 'cordoned' if is_cordoned(ledger, gpu) else state.value}"
+    if ends_too_soon(ledger, lease.demand, gpu.device.node, reservations.now):
+        return f"node {gpu.device.node} goes before the request would be done"
+    if gpu.lease_id in one.victims and not gpu.draining:
+        return None
+    free_s = latest_s(reservations, lease.demand, gpu)
+    is_late = free_s is None or free_s > one.held_until_s(reservations.policy)
+    return f"{named} is {state.value}, and it is not known until when" if is_late else None
 
 
 def _withdraw(turn: Turn, one: Preemption, why: str) -> None:
@@ -162,7 +191,7 @@ def _set_for(reservations: Reservations, record: LeaseRecord) -> Victims | None:
 def _give_notice(turn: Turn, record: LeaseRecord, chosen: Victims) -> None:
     """Tell the holders, once and for good, when they are to have ended."""
     now, notice_s = turn.now, turn.policy.preempt_notice_s
-    end_s = end_in_s(turn.policy, chosen.leases)
+    end_s = longest_notice_s(chosen.leases, turn.policy)
     turn.put(
         Preemption(
             lease_id=record.lease.id,

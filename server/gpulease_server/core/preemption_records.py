@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from gpulease_protocol.model import Demand, Priority
+from gpulease_protocol.model import Demand, Job, Priority
 from gpulease_server.core.policy import Policy
 
 MAX_PREEMPTED = 2
@@ -15,6 +15,16 @@ MAX_PREEMPTED = 2
 def is_preemptible(demand: Demand) -> bool:
     """True for what was asked for with the consent to end for others."""
     return demand.priority is Priority.SCAVENGE
+
+
+def was_preempted(job: Job) -> bool:
+    """True for a job whose next attempt is in the queue at the place of the one that was preempted, or was."""
+    return bool(job.attempt_history) and job.attempt_history[-1].preempted
+
+
+def goes_first(job: Job) -> bool:
+    """True for the attempt that follows when a job was preempted as often as it may be; not for its retries."""
+    return job.preempted >= MAX_PREEMPTED and was_preempted(job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

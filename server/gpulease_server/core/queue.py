@@ -145,7 +145,10 @@ def _place_or_ahead(
         return _place(turn, record, reservations, reserved, allow_reread, rankings)
 
     found: Placed | NeedsReading | Blocked
-    if reservations.is_any_left or allow_reread:
+    if record.lease.id in turn.ledger.preemptions:
+        # It may have what is held for it with others that have come, and then nothing more ends for it.
+        found = find({uuid for uuid, lease_id in reservations.by_uuid.items() if lease_id != record.lease.id})
+    elif reservations.is_any_left or allow_reread:
         found = find(reservations.by_uuid.keys(), rankings)
     else:
         found = Blocked(find_candidates(turn.ledger, record.lease.demand).uuids)

@@ -13,6 +13,7 @@ from gpulease_protocol.model import Demand, EndReason
 from gpulease_server.core.demand_classes import rank_of
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates
+from gpulease_server.core.preemption_records import was_preempted
 from gpulease_server.core.records import BypassCounts, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import usage_by_user
@@ -27,8 +28,7 @@ def recount_bypasses(turn: Turn) -> None:
     if ledger.bypasses_recounted:
         return
     ledger.bypasses_recounted = True
-    # For jobs of an array with a limit it is not known when they were eligible.
-    waiting = [record for record in ledger.queued() if not _is_limited(ledger, record)]
+    waiting = [record for record in ledger.queued() if not _waits_since_later(ledger, record)]
     if not waiting:
         return
     granted = [
@@ -62,9 +62,11 @@ def recount_bypasses(turn: Turn) -> None:
         turn.put(BypassCounts(tuple(found), turn.now.mono_s))
 
 
-def _is_limited(ledger: Ledger, record: LeaseRecord) -> bool:
-    job = ledger.jobs.get(record.lease.job_id or "")
-    return job is not None and job.job.array_at_most is not None
+def _waits_since_later(ledger: Ledger, record: LeaseRecord) -> bool:
+    """True where newer requests that were granted may have passed no one: of a job of an array with a limit it is not
+    known when it was eligible, and one that was preempted ran meanwhile."""
+    found = ledger.jobs.get(record.lease.job_id or "")
+    return found is not None and (found.job.array_at_most is not None or was_preempted(found.job))
 
 
 def _is_renumbered(record: LeaseRecord) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpulease_protocol.model import JobState, LeaseState
@@ -14,7 +14,7 @@ from gpulease_server.core.gpu_choice import set_to_wait_for
 from gpulease_server.core.placement import find_candidates, gpus_needed, grant_size, has_enough
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.preemption_records import MAX_PREEMPTED
-from gpulease_server.core.records import GpuRecord, LeaseRecord
+from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
 from gpulease_server.core.shadow_time import END_S, latest_s
 from gpulease_server.core.token_budgets import held_s
 
@@ -54,10 +54,19 @@ def smallest_set(reservations: Reservations, record: LeaseRecord) -> Victims | N
         if ends_too_soon(ledger, demand, node, reservations.now):
             continue
         victims = _smallest_on(reservations, record, node, [ledger.gpus[uuid] for uuid in uuids])
-        if victims is not None:
+        if victims is not None and not _is_too_late(reservations, record, victims):
             found.append(victims)
     best = min(found, key=Victims.order, default=None)
     return best if best is not None and best.leases else None
+
+
+def longest_notice_s(leases: Sequence[LeaseRecord], policy: Policy) -> float:
+    """When the last of these leases ends that are told now, from now on.
+
+    A holder hears of it with its next renewal, and has the whole notice from then on. One that cannot reach a daemon
+    may trust its lease for `ttl_s` from the last renewal, which was before this moment."""
+    notice_s, ttls_s = policy.preempt_notice_s, [one.lease.ttl_s for one in leases if one.lease.job_id is None]
+    return max([notice_s, *(max(ttl_s, notice_s + ttl_s / 3) for ttl_s in ttls_s)])
 
 
 def may_be_preempted(reservations: Reservations, record: LeaseRecord, victim: LeaseRecord) -> bool:
@@ -85,7 +94,7 @@ def _smallest_on(
     """The smallest set of a node; None where no set is enough."""
     ledger, lease = reservations.ledger, record.lease
     own, of_victims = list[GpuRecord](), dict[str, list[GpuRecord]]()
-    soon_s, closed = soon(reservations), _closed_by_then(reservations, record, candidates)
+    soon_s, closed = soon(reservations), reservations.users.closed_to(lease)
     for gpu in candidates:
         uuid = gpu.device.uuid
         if uuid in closed or reservations.by_uuid.get(uuid, lease.id) != lease.id:
@@ -108,22 +117,16 @@ def _smallest_on(
     return Victims(sum(_lost_s(reservations, one) for one in leases), node, leases, tuple(gpus))
 
 
-def _closed_by_then(reservations: Reservations, record: LeaseRecord, candidates: Sequence[GpuRecord]) -> frozenset[str]:
-    """The GPUs that the calendar closes to a request by the time when all that may end for it on a node has ended, and
-    is clean: one that fits before a window now may not fit then."""
-    ledger, policy = reservations.ledger, reservations.policy
-    holders = dict.fromkeys(gpu.lease_id for gpu in candidates if gpu.lease_id in ledger.preemptible)
-    wait_s = max(2 * policy.preempt_notice_s, end_in_s(policy, (ledger.leases[one] for one in holders if one)))
-    return reservations.users.closed_to(record.lease, -(wait_s + END_S + 2 * policy.retained_memory_s))
-
-
-def end_in_s(policy: Policy, victims: Iterable[LeaseRecord]) -> float:
-    """How long after the notice the last of these leases ends. A holder hears of it with its next renewal, and has the
-    whole notice from then on. One that cannot reach a daemon may trust its lease for `ttl_s` from the last renewal,
-    which was before the notice."""
-    notice_s = policy.preempt_notice_s
-    ttls_s = [one.lease.ttl_s for one in victims if one.lease.job_id is None and one.lease.ttl_s <= MAX_TTL_S]
-    return max([notice_s, *(max(ttl_s, notice_s + ttl_s / 3) for ttl_s in ttls_s)])
+def _is_too_late(reservations: Reservations, record: LeaseRecord, victims: Victims) -> bool:
+    """True where the node goes, or GPUs are closed to the request, before it would be done if it starts once they have
+    come."""
+    ledger, now, policy, lease = reservations.ledger, reservations.now, reservations.policy, record.lease
+    drained_s = longest_notice_s(victims.leases, policy) + END_S + 2 * policy.retained_memory_s
+    wait_s = max(drained_s, soon(reservations) - now.mono_s)
+    if ends_too_soon(ledger, lease.demand, victims.node, Instant(now.at, now.mono_s + wait_s)):
+        return True
+    closed = reservations.users.closed_to(lease, -wait_s)
+    return any(gpu.device.uuid in closed for gpu in victims.gpus)
 
 
 def _fewest(
@@ -137,6 +140,9 @@ def _fewest(
     """The fewest leases whose GPUs are enough together with the request's own; of several such sets the one of which
     the least is lost."""
     ledger = reservations.ledger
+    every = [*own, *itertools.chain.from_iterable(of_victims.values())]
+    if not has_enough(ledger, record.lease.demand, node, every, needed):
+        return None
     leases = [ledger.leases[lease_id] for lease_id in sorted(of_victims)]
     leases.sort(key=lambda one: _lost_s(reservations, one))
     sizes = sorted((len(gpus) for gpus in of_victims.values()), reverse=True)
@@ -146,10 +152,12 @@ def _fewest(
         best: tuple[float, tuple[str, ...]] | None = None
         for at, some in enumerate(itertools.islice(itertools.combinations(leases, number), MAX_SETS)):
             gpus = [*own, *(gpu for one in some for gpu in of_victims[one.lease.id])]
-            if len(gpus) < needed or not has_enough(ledger, record.lease.demand, node, gpus, needed):
+            if len(gpus) < needed:
                 continue
             found = (sum(_lost_s(reservations, one) for one in some), tuple(sorted(one.lease.id for one in some)))
-            best = found if best is None else min(best, found)
+            if (best is not None and best <= found) or not has_enough(ledger, record.lease.demand, node, gpus, needed):
+                continue
+            best = found
             if at == 0:
                 break  # of no other set of so many is less lost
         if best is not None:

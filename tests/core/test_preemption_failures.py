@@ -1,0 +1,247 @@
+"""Preemption while something else happens: nothing ends in vain, and a restart changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpulease_protocol.model import Demand, EndReason, Holder, JobSpec, JobState, Lease, LeaseState
+from gpulease_server.core.happenings import JobSubmitted, SubmittedJob, Ticked
+from gpulease_server.core.records import NotBefore
+from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
+from tests.core.build import World
+from tests.core.test_preemption import (
+    AFTER_S,
+    NOTICE_S,
+    TTL_S,
+    ask,
+    give_back,
+    job,
+    keep,
+    of,
+    preempt_at,
+    preempted_ids,
+    scavenge,
+    state,
+    stop,
+    world,
+)
+
+
+def noticed(count: int = 1, **asked: Any) -> tuple[World, Lease, Lease]:
+    """A lease of all GPUs of node `a` that was told to end, and the request for which it is."""
+    here = world(gpus=count)
+    held = scavenge(here, count)
+    here.pass_time(AFTER_S)
+    waits = ask(here, count, **asked)
+    here.pass_time(1.5)
+    assert preempted_ids(here) == [held.id]
+    return here, held, waits
+
+
+def left_s(here: World, held: Lease) -> float:
+    return float((preempt_at(here, held) - here.now.at).total_seconds())
+
+
+def restart(here: World, down_s: float = 0.0) -> None:
+    """Another process begins with what is in the database; no node has reported to it."""
+    here.ledger = copy_ledger(here.ledger)
+    here.lose_reports()
+    here.ledger.bypasses_recounted = False
+    for one in list(here.ledger.preemptions.values()):
+        here.ledger.apply(replace(one, end_s=float("inf")))
+    here.at_s += down_s
+    reset_deadlines(here.ledger, here.now)
+
+
+def tick(here: World, *, stalled_s: float = 0.0) -> None:
+    here.turn(Ticked(cause=f"tick-{next(here.ids)}", since_last_s=0.25 + stalled_s, stalled_s=stalled_s))
+
+
+def spared(here: World, held: Lease, waits: Lease, why: str) -> None:
+    """The lease goes on, as the request could not start."""
+    keep(here, held, left_s(here, held) + 2.0)
+    assert state(here, held) is LeaseState.ACTIVE
+    assert why in str([one.reason for one in here.events("lease.preemption_withdrawn")])
+    assert state(here, waits) is LeaseState.QUEUED
+
+
+def test_a_daemon_that_starts_after_the_moment_ends_the_lease_once_its_node_has_reported() -> None:
+    here, held, waits = noticed()
+    assert isinstance(here.renew(held), Lease)
+    restart(here, left_s(here, held) + 5.0)
+    tick(here)
+    assert state(here, held) is LeaseState.ACTIVE, "nothing is known of its GPU"
+    assert preempt_at(here, held) is not None, "it was told, and that is not withdrawn"
+    here.pass_time(2.0)
+    assert state(here, waits) is LeaseState.ACTIVE
+
+
+def test_a_holder_that_had_not_heard_of_it_when_the_daemon_went_has_the_whole_notice_after_that() -> None:
+    here, held, waits = noticed()
+    moment = preempt_at(here, held)
+    restart(here, left_s(here, held) + 5.0)
+    keep(here, held, TTL_S - 5.0)
+    assert state(here, held) is LeaseState.ACTIVE
+    assert preempt_at(here, held) == moment, "it is never moved"
+    keep(here, held, NOTICE_S)
+    assert state(here, waits) is LeaseState.ACTIVE
+
+
+def test_the_time_in_which_the_daemon_did_not_run_is_no_part_of_the_notice() -> None:
+    here, held, waits = noticed()
+    before_s = left_s(here, held)
+    here.at_s += 3600.0
+    tick(here, stalled_s=3600.0)
+    assert preempt_at(here, held) is not None
+    keep(here, held, before_s - 5.0)
+    assert state(here, held) is LeaseState.ACTIVE
+    keep(here, held, 10.0)
+    assert state(here, waits) is LeaseState.ACTIVE
+
+
+def test_nothing_ends_for_a_request_that_a_limit_keeps_out_by_then() -> None:
+    here = world(gpus=1).node("b", gpus=1)
+    ask(here, node="b")
+    held = scavenge(here, node="a")
+    here.pass_time(AFTER_S)
+    waits = ask(here)
+    here.pass_time(1.5)
+    assert preempted_ids(here) == [held.id]
+    here.limit("ada", max_gpus=1)
+    spared(here, held, waits, "limit is 1")
+
+
+def test_a_newer_request_of_the_same_user_leaves_what_one_that_preempts_needs_of_their_limit() -> None:
+    here = world(gpus=2)
+    here.limit("ada", max_gpus=2)
+    job_id = job(here, 2)
+    here.pass_time(AFTER_S)
+    waits = ask(here, 2)
+    here.pass_time(1.5)
+    here.node("b", gpus=1)
+    newer, other = ask(here, 1), ask(here, 1, user="eve")
+    assert state(here, newer) is LeaseState.QUEUED
+    assert state(here, other) is LeaseState.ACTIVE
+    stop(here, job_id)
+    assert state(here, waits) is LeaseState.ACTIVE
+
+
+def test_an_array_runs_no_more_jobs_than_it_may_on_the_gpus_that_are_held_for_one_of_them() -> None:
+    here = world(gpus=1)
+    job_id = job(here)
+    here.pass_time(AFTER_S)
+    spec = JobSpec(command=("train.py",), gpus=1)
+    jobs = tuple(SubmittedJob(job_id=f"job-{at}", lease_id=f"lease-{at}", index=at, spec=spec) for at in ("x", "y"))
+    here.turn(
+        JobSubmitted(
+            cause="array",
+            jobs=jobs,
+            name="",
+            demand=Demand(count=1),
+            holder=Holder(user="ada"),
+            array_id="array",
+            array_at_most=1,
+        )
+    )
+    here.ledger.apply(NotBefore("lease-x", here.at_s + 5.0))  # as before a retry
+    here.pass_time(2.0)
+    assert list(here.ledger.preemptions) == ["lease-y"]
+    here.pass_time(5.0)
+    here.node("b", gpus=1)
+    assert of(here, "job-x").job.state is JobState.STARTING
+    stop(here, job_id)
+    here.pass_time(1.0)
+    assert of(here, "job-y").job.state is JobState.QUEUED
+
+
+def test_nothing_ends_for_a_request_with_a_gpu_that_has_gone_back_to_its_former_holder() -> None:
+    here = world(gpus=2)
+    held, former = scavenge(here), ask(here)
+    here.pass_time(AFTER_S)
+    here.ledger.deadlines[former.id] = here.at_s
+    here.ledger.due.push(former.id, here.ledger.deadlines)
+    tick(here)
+    assert here.now_of(former).end_reason is EndReason.EXPIRED
+    here.report()
+    waits = ask(here, 2)
+    here.pass_time(1.5)
+    assert preempted_ids(here) == [held.id]
+    assert isinstance(here.renew(former), Lease)
+    spared(here, held, waits, "GPU 1 of a")
+
+
+def test_nothing_ends_beside_a_job_that_does_not_die() -> None:
+    here = world(gpus=2)
+    held, job_id = scavenge(here), job(here)
+    here.pass_time(AFTER_S)
+    waits = ask(here, 2)
+    here.pass_time(1.5)
+    assert len(preempted_ids(here)) == 2
+    here.jobs["a"] = [replace(one, unkillable=(99,)) for one in here.jobs["a"]]
+    spared(here, held, waits, job_id)
+
+
+@pytest.mark.parametrize("what", ["reserved", "the node goes"])
+def test_nothing_is_told_to_end_for_a_request_that_would_not_be_done_in_time_once_it_could_start(what: str) -> None:
+    here = world(gpus=1)
+    job(here, timeout_s=600.0)
+    here.pass_time(AFTER_S)
+    time_s, until_s = 600.0, 600.0 + (420.0 if what == "reserved" else 0.0) + NOTICE_S / 2
+    if what == "reserved":
+        assert not isinstance(here.reserve(here.nodes["a"][0].uuid, after_s=until_s, user="zoe"), Exception)
+    else:
+        here.report(available_s=until_s)
+    waits = ask(here, time_s=time_s)
+    here.turn(Ticked(cause="look", since_last_s=1.0, stalled_s=0.0))
+    assert state(here, waits) is LeaseState.QUEUED
+    assert not preempted_ids(here)
+
+
+def test_a_job_that_was_preempted_twice_goes_first_until_it_is_granted_and_not_in_its_retries() -> None:
+    here = world(gpus=1)
+    job_id = job(here, retries=1)
+    for _ in range(2):
+        here.pass_time(AFTER_S)
+        waits = ask(here)
+        here.pass_time(2.0)
+        stop(here, job_id)
+        give_back(here, waits)
+        here.report()
+        here.run_job(job_id)
+    stop(here, job_id, exit_code=1, reason="exit code 1")
+    assert of(here, job_id).job.state is JobState.QUEUED
+    assert of(here, job_id).job.lease_id not in here.ledger.go_first
+
+
+def test_a_preempted_attempt_was_passed_by_no_one_while_it_ran() -> None:
+    here = world(gpus=2)
+    job_id = job(here)
+    for _ in range(3):
+        give_back(here, scavenge(here, user="eve"))
+        here.report()
+    ask(here, user="eve")
+    here.pass_time(AFTER_S)
+    ask(here)
+    here.pass_time(2.0)
+    stop(here, job_id)
+    assert here.ledger.bypasses == {}
+    restart(here)
+    here.pass_time(1.0)
+    assert here.ledger.bypasses == {}
+
+
+def test_it_starts_on_held_gpus_and_others_together_and_then_nothing_ends() -> None:
+    here = world(gpus=3)
+    held, other = scavenge(here), ask(here, user="eve")
+    here.pass_time(AFTER_S)
+    waits = ask(here, 2)
+    here.pass_time(1.5)
+    assert preempted_ids(here) == [held.id]
+    give_back(here, other)
+    here.report()
+    assert state(here, waits) is LeaseState.ACTIVE
+    keep(here, held, TTL_S + NOTICE_S)
+    assert state(here, held) is LeaseState.ACTIVE
