@@ -1,4 +1,4 @@
-"""Preemption while something else happens: nothing ends in vain, and a restart changes nothing."""
+"""Preemption while something else happens: nothing ends without effect, and a restart changes nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from typing import Any
 
 import pytest
 
-from gpulease_protocol.model import Demand, EndReason, Holder, JobSpec, JobState, Lease, LeaseState
+from gpulease_protocol.model import (
+    Demand,
+    EndReason,
+    Holder,
+    JobSpec,
+    JobState,
+    Lease,
+    LeaseState,
+    Selection,
+    TopologyMode,
+)
+from gpulease_server.core import victim_choice
+from gpulease_server.core.elastic_growth import GROW_AFTER_S
 from gpulease_server.core.happenings import JobSubmitted, SubmittedJob, Ticked
 from gpulease_server.core.records import NotBefore
 from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
 from tests.core.build import World
+from tests.core.test_elastic_jobs import elastic
 from tests.core.test_preemption import (
     AFTER_S,
     NOTICE_S,
@@ -28,6 +41,7 @@ from tests.core.test_preemption import (
     stop,
     world,
 )
+from tests.core.topologies import A100_BRIDGES
 
 
 def noticed(count: int = 1, **asked: Any) -> tuple[World, Lease, Lease]:
@@ -245,3 +259,37 @@ def test_it_starts_on_held_gpus_and_others_together_and_then_nothing_ends() -> N
     assert state(here, waits) is LeaseState.ACTIVE
     keep(here, held, TTL_S + NOTICE_S)
     assert state(here, held) is LeaseState.ACTIVE
+
+
+def test_an_elastic_job_does_not_grow_onto_gpus_that_are_held() -> None:
+    here = world(gpus=2).node("b", gpus=2).node("c", gpus=2)
+    held, job_id = scavenge(here, 2, node="c"), elastic(here, user="bob")
+    here.pass_time(AFTER_S)
+    waits = ask(here, 2)
+    here.pass_time(1.5)
+    assert preempted_ids(here) == [held.id]
+    here.limit("ada", max_gpus=1)
+    give_back(here, held)
+    here.pass_time(GROW_AFTER_S + 5.0)
+    assert state(here, waits) is LeaseState.QUEUED
+    assert of(here, job_id).job.state is JobState.RUNNING, "it does not start again with node c"
+
+
+@pytest.mark.parametrize(("most_sets", "node"), [(1, None), (2, "a"), (12, "b")])
+def test_the_search_for_the_smallest_set_is_bounded_for_all_nodes_together(
+    most_sets: int, node: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(victim_choice, "MAX_SETS", most_sets)
+    here = World(policy=world(0).policy)
+    report = here.report
+    monkeypatch.setattr(here, "report", lambda name: report(name, links=A100_BRIDGES.links(name)))
+    for name in ("a", "b"):
+        here.node(name, gpus=A100_BRIDGES.readings(name))
+        for index in (0, 2, 1, 3):  # so that the two that have held their GPUs for the least time have no bridge
+            scavenge(here, node=name, indices=(index,), selection=Selection.LISTED)
+            here.pass_time(1.0)
+    here.pass_time(AFTER_S)
+    ask(here, 2, topology=TopologyMode.REQUIRED)
+    here.pass_time(1.5)
+    on = {device.node for lease_id in preempted_ids(here) for device in here.ledger.leases[lease_id or ""].lease.gpus}
+    assert on == ({node} if node else set())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gpulease_protocol.model import JobState, LeaseState
@@ -20,8 +20,8 @@ from gpulease_server.core.token_budgets import held_s
 
 MAX_TTL_S = 900.0
 """The holder of a lease with a longer `ttl_s` might hear too late that it ends: it renews after a third of that."""
-MAX_SETS = 20_000
-"""Sets of leases of a node that are looked at, those with the least lost first."""
+MAX_SETS = 50_000
+"""Sets of leases that are looked at, of all nodes together; beyond that it is not the smallest that is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def smallest_set(reservations: Reservations, record: LeaseRecord) -> Victims | N
     `reservations`: what is kept for those before it."""
     ledger, demand, users = reservations.ledger, record.lease.demand, reservations.users
     nodes = {device.node for lease_id in ledger.preemptible for device in ledger.leases[lease_id].lease.gpus}
-    most_gpus, found = users.gpus_left(record.lease), list[Victims]()
+    most_gpus, found, looks = users.gpus_left(record.lease), list[Victims](), iter(range(MAX_SETS))
     for node, uuids in find_candidates(ledger, demand).by_node.items():
         if node not in nodes or (most_gpus is not None and grant_size(demand, uuids) > most_gpus):
             continue
@@ -53,7 +53,8 @@ def smallest_set(reservations: Reservations, record: LeaseRecord) -> Victims | N
             continue
         if ends_too_soon(ledger, demand, node, reservations.now):
             continue
-        victims = _smallest_on(reservations, record, node, [ledger.gpus[uuid] for uuid in uuids])
+        most = min((len(one.leases) for one in found), default=len(ledger.preemptible))
+        victims = _smallest_on(reservations, record, node, [ledger.gpus[uuid] for uuid in uuids], most, looks)
         if victims is not None and not _is_too_late(reservations, record, victims):
             found.append(victims)
     best = min(found, key=Victims.order, default=None)
@@ -89,9 +90,14 @@ def may_be_preempted(reservations: Reservations, record: LeaseRecord, victim: Le
 
 
 def _smallest_on(
-    reservations: Reservations, record: LeaseRecord, node: str, candidates: Sequence[GpuRecord]
+    reservations: Reservations,
+    record: LeaseRecord,
+    node: str,
+    candidates: Sequence[GpuRecord],
+    most: int,
+    looks: Iterator[int],
 ) -> Victims | None:
-    """The smallest set of a node; None where no set is enough."""
+    """The smallest set of a node; None where no set of at most `most` leases is enough. `looks`: one for each set."""
     ledger, lease = reservations.ledger, record.lease
     own, of_victims = list[GpuRecord](), dict[str, list[GpuRecord]]()
     soon_s, closed = soon(reservations), reservations.users.closed_to(lease)
@@ -108,7 +114,10 @@ def _smallest_on(
         if not conflicting_processes(ledger, gpu) and may_be_preempted(reservations, record, victim):
             of_victims.setdefault(victim.lease.id, []).append(gpu)
     needed = gpus_needed(lease.demand, candidates)
-    leases = _fewest(reservations, record, node, own, of_victims, needed)
+    every = [*own, *itertools.chain.from_iterable(of_victims.values())]
+    if not has_enough(ledger, lease.demand, node, every, needed):
+        return None
+    leases = _fewest(reservations, record, node, own, of_victims, needed, most, looks)
     if leases is None:
         return None
     gpus = [*own, *(gpu for one in leases for gpu in of_victims[one.lease.id])]
@@ -136,21 +145,22 @@ def _fewest(
     own: list[GpuRecord],
     of_victims: dict[str, list[GpuRecord]],
     needed: int,
+    most: int,
+    looks: Iterator[int],
 ) -> tuple[LeaseRecord, ...] | None:
     """The fewest leases whose GPUs are enough together with the request's own; of several such sets the one of which
     the least is lost."""
     ledger = reservations.ledger
-    every = [*own, *itertools.chain.from_iterable(of_victims.values())]
-    if not has_enough(ledger, record.lease.demand, node, every, needed):
-        return None
     leases = [ledger.leases[lease_id] for lease_id in sorted(of_victims)]
     leases.sort(key=lambda one: _lost_s(reservations, one))
     sizes = sorted((len(gpus) for gpus in of_victims.values()), reverse=True)
-    for number in range(len(leases) + 1):
+    for number in range(min(len(leases), most) + 1):
         if len(own) + sum(sizes[:number]) < needed:
             continue
         best: tuple[float, tuple[str, ...]] | None = None
-        for at, some in enumerate(itertools.islice(itertools.combinations(leases, number), MAX_SETS)):
+        for at, some in enumerate(itertools.combinations(leases, number)):
+            if next(looks, None) is None:
+                break
             gpus = [*own, *(gpu for one in some for gpu in of_victims[one.lease.id])]
             if len(gpus) < needed:
                 continue
