@@ -580,4 +580,4 @@ class World:
         everyone = {one.lease.id for one in self.ledger.leases.values() if one.lease.state is LeaseState.QUEUED}
         assert in_queue | waiting == everyone
         assert not in_queue & waiting
-        assert self.ledger.queue == sorted((self.ledger.leases[one].number, one) for one in in_queue)
+        assert self.ledger.queue == sorted((self.ledger.leases[one].arrival, one) for one in in_queue)

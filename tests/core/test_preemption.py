@@ -683,7 +683,6 @@ def _random_day(seed: int) -> int:
 
 
 def test_a_preempted_attempt_has_passed_no_one_as_a_restart_counts() -> None:
-    """The number of its lease is that of its end, not that of its place."""
     here = world(gpus=1)
     job_id = job(here)
     waits = scavenge(here, user="eve")
@@ -691,10 +690,7 @@ def test_a_preempted_attempt_has_passed_no_one_as_a_restart_counts() -> None:
     ask(here)
     here.pass_time(2.0)
     stop(here, job_id)
-    assert (
-        here.ledger.leases[of(here, job_id).job.attempt_history[0].lease_id].number
-        > here.ledger.leases[waits.id].number
-    )
+    assert here.position(waits) == 2
     assert here.ledger.bypasses == {}
 
     here.ledger.bypasses_recounted = False  # as it is read from the database

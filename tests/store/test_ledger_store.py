@@ -307,8 +307,11 @@ def test_a_preempted_job_has_its_old_place_after_a_restart_and_what_ends_for_who
     left_s = (loaded.preemptions[waits.id].preempt_at - world.now.at).total_seconds()
     assert loaded.preemptions[waits.id].end_s == pytest.approx(7.0 + left_s)
 
+    newest, after = store.leases((), None, 3)
     world.ended(job_id, code=143)
     save(store, world)
+    older, _ = store.leases((), after, 3)
+    assert [one.number for one in [*newest, *older]] == [4, 3, 2, 1], "who reads page by page misses none"
     loaded = store.load()
     next_id = loaded.jobs[job_id].job.lease_id
     assert loaded.jobs[job_id].job.preempted == 1

@@ -204,6 +204,7 @@ def lease_values(record: LeaseRecord) -> dict[str, Any]:
         "members": [to_json(one) for one in lease.members] or None,
         "kept": lease.kept and to_json(lease.kept),
         "number": record.number,
+        "place": record.place,
         "cause": record.cause,
         "port": record.port,
         "renewed_at": record.renewed_at,

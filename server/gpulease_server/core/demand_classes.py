@@ -141,7 +141,7 @@ class DemandClasses:
     ) -> None:
         """Add a request, or move it to its class. `array_id`: the array that limits it; `times`: how many times it was
         bypassed, and since when; `within`: the same within limits."""
-        lease, place = record.lease, (record.number, record.lease.id)
+        lease, place = record.lease, (record.arrival, record.lease.id)
         told_apart = self.apart is None or lease.holder.token_id is not None or lease.holder.user in self.apart
         told_apart = told_apart or lease.demand.priority is Priority.INTERACTIVE
         told_apart = told_apart or (self.timed_apart and lease.demand.time_s is not None)
@@ -170,7 +170,7 @@ class DemandClasses:
         members = self.class_of.pop(record.lease.id, None)
         if members is None:
             return
-        place = (record.number, record.lease.id)
+        place = (record.arrival, record.lease.id)
         del members.places[bisect.bisect_left(members.places, place)]
         for bypassed in (members.bypassed, *members.bypassed_within.values()):
             if place in bypassed.places[bisect.bisect_left(bypassed.places, place) :][:1]:

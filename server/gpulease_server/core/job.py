@@ -285,14 +285,12 @@ def _queue_next(
         job_id=job.id,
         created_at=turn.now.at,
     )
-    number, now = turn.ledger.next_number, turn.now
+    now, queued = turn.now, LeaseRecord(lease=lease, number=turn.ledger.next_number, cause=turn.cause)
     if pause_s is not None:
         turn.put(NotBefore(lease.id, now.mono_s + pause_s))
     else:
-        # The number is the place by arrival, and there is one lease with each.
-        ended, number = turn.ledger.leases[old.lease.id], old.number
-        turn.put(replace(ended, number=turn.ledger.next_number))
-    turn.put(LeaseRecord(lease=lease, number=number, cause=turn.cause, renewed_at=now.at, requested_at_s=now.mono_s))
+        queued = replace(queued, place=old.arrival)
+    turn.put(replace(queued, renewed_at=now.at, requested_at_s=now.mono_s))
     again = replace(
         job,
         state=JobState.QUEUED,

@@ -303,7 +303,7 @@ class Ledger(RequestQueue):
 
     def withdraw(self, record: LeaseRecord) -> None:
         """Take back a request of which nothing was recorded."""
-        del self.queue[bisect.bisect_left(self.queue, (record.number, record.lease.id))]
+        del self.queue[bisect.bisect_left(self.queue, (record.arrival, record.lease.id))]
         self.demand_classes.remove(record)
         self._waits_no_more(record.lease)
         put_watch(self.watched_owners, record, withdrawn=True)

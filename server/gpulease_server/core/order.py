@@ -84,7 +84,7 @@ def position(ledger: Ledger, record: LeaseRecord) -> int | None:
     for one in (ledger.leases[lease_id] for lease_id in ledger.alone if lease_id not in ledger.not_before):
         # `count_before` has it at the place that it would have in its class.
         group = classes.group_of(one.lease.demand, one.lease.holder.user)
-        before += (ledger.ordered_place(one) < place) - ((*group, one.number, one.lease.id) < place)
+        before += (ledger.ordered_place(one) < place) - ((*group, one.arrival, one.lease.id) < place)
     return before + 1
 
 
@@ -208,5 +208,5 @@ def _oldest_of_each_class(ledger: Ledger) -> list[LeaseRecord]:
     chosen = {members: members.places[0] for members in classes.classes.values()}
     for lease_id in ledger.go_first:
         if (members := classes.class_of.get(lease_id)) is not None:
-            chosen[members] = (ledger.leases[lease_id].number, lease_id)
+            chosen[members] = (ledger.leases[lease_id].arrival, lease_id)
     return [ledger.leases[lease_id] for _, lease_id in sorted(chosen.values())]

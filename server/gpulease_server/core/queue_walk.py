@@ -260,7 +260,7 @@ class QueueWalk:
             skipped = self._skip(record, members, why)
             if why is Why.BLOCKED and self._depends_on_user_alone(members):
                 self._drop_alike(skipped)
-            if self._next_apart(skipped, (record.number, "")) != self._at[2:]:
+            if self._next_apart(skipped, (record.arrival, "")) != self._at[2:]:
                 return False
         if skipped.why is Why.BLOCKED:
             self.reservations.reserve_if_due(record)
@@ -330,7 +330,7 @@ class QueueWalk:
         self._were_new, class_of = frozenset(self.new), self.ledger.demand_classes.class_of
         for lease_id in self._were_new:
             if (members := class_of.get(lease_id)) is not None:
-                self._new_of_class.setdefault(members, []).append((self.ledger.leases[lease_id].number, lease_id))
+                self._new_of_class.setdefault(members, []).append((self.ledger.leases[lease_id].arrival, lease_id))
         for places in self._new_of_class.values():
             places.sort()
 

@@ -70,7 +70,9 @@ class LeaseRecord:
 
     lease: Lease
     number: int
-    """Order of arrival."""
+    """Order in which leases were made. It never changes: who reads page by page goes on behind it."""
+    place: int | None = None
+    """Its place by arrival where that is not its number: that of the attempt which was preempted before this one."""
     cause: str
     """Id of the request that asked for it."""
     port: int | None = None
@@ -86,6 +88,11 @@ class LeaseRecord:
     """When it was granted, on the monotonic clock."""
     kept_until_s: float | None = field(default=None, compare=False)
     """The moment of `lease.kept` on the monotonic clock; None for one that an earlier daemon process took in."""
+
+    @property
+    def arrival(self) -> int:
+        """Its place by arrival."""
+        return self.number if self.place is None else self.place
 
     def is_renewal_of(self, before: LeaseRecord) -> bool:
         """True where only the last sign of life of an active lease has changed, as in most changes of a busy ledger."""

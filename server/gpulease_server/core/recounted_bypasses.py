@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from gpulease_protocol.model import Demand, EndReason
+from gpulease_protocol.model import Demand
 from gpulease_server.core.demand_classes import rank_of
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates
@@ -32,9 +32,14 @@ def recount_bypasses(turn: Turn) -> None:
     if not waiting:
         return
     granted = [
-        (record.number, rank_of(record.lease.demand), record.lease.holder.user, {gpu.uuid for gpu in record.lease.gpus})
+        (
+            record.arrival,
+            rank_of(record.lease.demand),
+            record.lease.holder.user,
+            {gpu.uuid for gpu in record.lease.gpus},
+        )
         for record in ledger.leases.values()
-        if record.lease.fencing_token is not None and record.number > waiting[0].number and not _is_renumbered(record)
+        if record.lease.fencing_token is not None and record.arrival > waiting[0].arrival
     ]
     users = usage_by_user(ledger, turn.policy.limits, turn.now)
     newer: dict[tuple[Demand, str | None, frozenset[str]], list[int]] = {}
@@ -55,7 +60,7 @@ def recount_bypasses(turn: Turn) -> None:
                 and (its_user == user or not turn.policy.fair_share)
             )
         of_kind = newer[demand, user, closed]
-        times = len(of_kind) - bisect_right(of_kind, record.number)
+        times = len(of_kind) - bisect_right(of_kind, record.arrival)
         if times:
             found.append((record.lease.id, times))
     if found:
@@ -67,8 +72,3 @@ def _waits_since_later(ledger: Ledger, record: LeaseRecord) -> bool:
     known when it was eligible, and one that was preempted ran meanwhile."""
     found = ledger.jobs.get(record.lease.job_id or "")
     return found is not None and (found.job.array_at_most is not None or was_preempted(found.job))
-
-
-def _is_renumbered(record: LeaseRecord) -> bool:
-    """True for the lease of a preempted attempt: its number is that of its end, and says nothing of its place."""
-    return record.lease.job_id is not None and record.lease.end_reason is EndReason.PREEMPTED

@@ -34,7 +34,7 @@ class RequestQueue:
     leases: dict[str, LeaseRecord] = field(default_factory=dict)
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     queue: list[tuple[int, str]] = field(default_factory=list)
-    """(number, lease id) of queued leases, in order of arrival; without those of jobs that wait for other jobs."""
+    """(place by arrival, lease id) of queued leases, in that order; without those of jobs that wait for other jobs."""
     waiting_for_jobs: dict[str, None] = field(default_factory=dict)
     """Ids of queued leases of jobs that wait for other jobs, see `core.dependencies`."""
     waiting_for_jobs_by_user: Counter[str | None] = field(default_factory=Counter)
@@ -88,7 +88,7 @@ class RequestQueue:
             members = self.demand_classes.class_of.get(lease_id)
             if members is not None:
                 bypassed = members.bypassed if counts.within is None else members.bypassed_within[counts.within]
-                bypassed.put((self.leases[lease_id].number, lease_id), before + times, since_s)
+                bypassed.put((self.leases[lease_id].arrival, lease_id), before + times, since_s)
 
     def _put_order_change(self, change: OrderChange) -> None:
         match change:
@@ -133,7 +133,7 @@ class RequestQueue:
             self._classify(record)
 
     def _place_in_queue(self, record: LeaseRecord) -> None:
-        place = (record.number, record.lease.id)
+        place = (record.arrival, record.lease.id)
         at = bisect.bisect_left(self.queue, place)
         is_there = at < len(self.queue) and self.queue[at] == place
         belongs = self.place_of(record) is not None
@@ -187,7 +187,7 @@ class RequestQueue:
         """What `queue` has of a lease; None for one that does not belong there."""
         if record.lease.state is not LeaseState.QUEUED or record.lease.id in self.waiting_for_jobs:
             return None
-        return record.number, record.lease.id
+        return record.arrival, record.lease.id
 
     def ordered_place(self, record: LeaseRecord) -> OrderedPlace:
         """Where a walk comes to a request, whether it is in the queue or not."""
@@ -195,7 +195,7 @@ class RequestQueue:
         group = (-1, 0) if lease.id in self.go_first else classes.group_of(lease.demand, lease.holder.user)
         if group[0] >= 0 and lease.id in self.places_kept:
             group = (group[0], self.places_kept[lease.id])
-        return (*group, record.number, lease.id)
+        return (*group, record.arrival, lease.id)
 
     @property
     def alone(self) -> dict[str, None]:

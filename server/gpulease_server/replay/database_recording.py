@@ -141,7 +141,7 @@ def _requests(connection: Connection, names: _Names, period: _Period) -> tuple[l
             *(lease.c.created_at, lease.c.granted_at, lease.c.ended_at),
         )
         .where(_of_period(since, until))
-        .order_by(lease.c.created_at, lease.c.number)  # an attempt that was preempted has a later number
+        .order_by(lease.c.number)
     )
     found, left_out = list[RecordedRequest](), 0
     with connection.execute(query.execution_options(yield_per=PAGE)) as leases:

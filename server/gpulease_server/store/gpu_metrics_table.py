@@ -139,8 +139,7 @@ def active_leases(engine: Engine) -> list[str]:
 def leases_of_job(engine: Engine, job_id: str) -> list[LeaseRecord]:
     """The leases of a job's attempts, the first one first; empty if there is no such job. Blocks."""
     table = tables.lease
-    order = table.c.created_at, table.c.number  # an attempt that was preempted has a later number
-    query = select(table).where(table.c.job_id == job_id).order_by(*order).limit(MAX_ATTEMPTS)
+    query = select(table).where(table.c.job_id == job_id).order_by(table.c.number).limit(MAX_ATTEMPTS)
     with engine.connect() as connection:
         return [rows.lease_record(row) for row in connection.execute(query)]
 

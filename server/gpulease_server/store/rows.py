@@ -163,6 +163,7 @@ def _lease_row(record: LeaseRecord) -> dict[str, Any]:
     return _fields(record.lease) | {
         "members": record.lease.members or None,
         "number": record.number,
+        "place": record.place,
         "cause": record.cause,
         "port": record.port,
         "renewed_at": record.renewed_at,
@@ -214,7 +215,7 @@ def _job_row(record: JobRecord) -> dict[str, Any]:
 def lease_record(row: Row[Any]) -> LeaseRecord:
     """A lease as it was stored."""
     values = _values(row)
-    own = {name: values.pop(name) for name in ("number", "cause", "port", "renewed_at")}
+    own = {name: values.pop(name) for name in ("number", "place", "cause", "port", "renewed_at")}
     own["watched_owner"] = _watch({name: values.pop(name) for name in WATCH_COLUMNS})
     values["state"] = LeaseState(values["state"])
     values["liveness"] = Liveness(values["liveness"])

@@ -56,6 +56,7 @@ lease = Table(
     metadata,
     Column("id", String(64), primary_key=True),
     Column("number", BigInteger, nullable=False, unique=True),
+    Column("place", BigInteger),
     Column("state", String(16), nullable=False),
     Column("end_reason", String(16)),
     Column("holder", JSON, nullable=False),

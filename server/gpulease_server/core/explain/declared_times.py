@@ -95,5 +95,5 @@ def _is_followed(ledger: Ledger, record: LeaseRecord) -> bool:
     """True where others of its priority and usage wait behind a request."""
     classes, lease = ledger.demand_classes, record.lease
     group = classes.group_of(lease.demand, lease.holder.user)
-    asked = classes.count_before((*group, record.number + 1, ""))
+    asked = classes.count_before((*group, record.arrival + 1, ""))
     return classes.count_before((*group, ledger.next_number, "")) > asked
