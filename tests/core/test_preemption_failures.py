@@ -116,6 +116,16 @@ def test_the_time_in_which_the_daemon_did_not_run_is_no_part_of_the_notice() -> 
     assert state(here, waits) is LeaseState.ACTIVE
 
 
+def test_a_holder_that_heard_of_it_after_the_moment_has_the_whole_notice_from_a_restart_on() -> None:
+    here, held, _ = noticed()
+    here.at_s += 3600.0
+    tick(here, stalled_s=3600.0)
+    assert isinstance(here.renew(held), Lease)
+    restart(here)
+    keep(here, held, NOTICE_S)
+    assert state(here, held) is LeaseState.ACTIVE
+
+
 def test_nothing_ends_for_a_request_that_a_limit_keeps_out_by_then() -> None:
     here = world(gpus=1).node("b", gpus=1)
     ask(here, node="b")

@@ -169,10 +169,11 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
 
 
 def _have_all_heard(ledger: Ledger, one: Preemption) -> bool:
-    """True where all holders have renewed their leases since they were to be told; jobs are told by signals."""
+    """True where all holders have renewed their leases since they were to be told, and before the moment; jobs are told
+    by signals."""
     victims = (ledger.leases.get(lease_id) for lease_id in one.victims)
     return all(
-        record.renewed_at is not None and record.renewed_at > one.noticed_at
+        record.renewed_at is not None and one.noticed_at < record.renewed_at <= one.preempt_at
         for record in victims
         if record is not None and record.lease.state is LeaseState.ACTIVE and record.lease.job_id is None
     )
