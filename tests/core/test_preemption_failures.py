@@ -82,25 +82,20 @@ def spared(here: World, held: Lease, waits: Lease, why: str) -> None:
     assert state(here, waits) is LeaseState.QUEUED
 
 
-def test_a_daemon_that_starts_after_the_moment_ends_the_lease_once_its_node_has_reported() -> None:
-    here, held, waits = noticed()
-    assert isinstance(here.renew(held), Lease)
-    restart(here, left_s(here, held) + 5.0)
-    tick(here)
-    assert state(here, held) is LeaseState.ACTIVE, "nothing is known of its GPU"
-    assert preempt_at(here, held) is not None, "it was told, and that is not withdrawn"
-    here.pass_time(2.0)
-    assert state(here, waits) is LeaseState.ACTIVE
-
-
-def test_a_holder_that_had_not_heard_of_it_when_the_daemon_went_has_the_whole_notice_after_that() -> None:
+@pytest.mark.parametrize("has_heard", [True, False])
+def test_a_restart_after_the_moment_neither_withdraws_it_nor_ends_a_lease_of_which_the_holder_has_not_heard(
+    has_heard: bool,
+) -> None:
     here, held, waits = noticed()
     moment = preempt_at(here, held)
+    if has_heard:
+        assert isinstance(here.renew(held), Lease)
     restart(here, left_s(here, held) + 5.0)
+    tick(here)
     keep(here, held, TTL_S - 5.0)
     assert state(here, held) is LeaseState.ACTIVE
     assert preempt_at(here, held) == moment, "it is never moved"
-    keep(here, held, NOTICE_S)
+    keep(here, held, 10.0)
     assert state(here, waits) is LeaseState.ACTIVE
 
 
@@ -114,16 +109,6 @@ def test_the_time_in_which_the_daemon_did_not_run_is_no_part_of_the_notice() -> 
     assert state(here, held) is LeaseState.ACTIVE
     keep(here, held, 10.0)
     assert state(here, waits) is LeaseState.ACTIVE
-
-
-def test_a_holder_that_heard_of_it_after_the_moment_has_the_whole_notice_from_a_restart_on() -> None:
-    here, held, _ = noticed()
-    here.at_s += 3600.0
-    tick(here, stalled_s=3600.0)
-    assert isinstance(here.renew(held), Lease)
-    restart(here)
-    keep(here, held, NOTICE_S)
-    assert state(here, held) is LeaseState.ACTIVE
 
 
 def test_nothing_ends_for_a_request_that_a_limit_keeps_out_by_then() -> None:

@@ -56,16 +56,9 @@ def watch_preemptions(turn: Turn, stalled_s: float) -> None:
         if waiting is None or waiting.lease.state is not LeaseState.QUEUED:
             _withdraw(turn, one, f"{one.lease_id} waits no more")
             turn.put(PreemptionRemoved(one.lease_id))
-        elif turn.now.mono_s >= one.end_s and not _may_yet_report(turn, one):
+        elif turn.now.mono_s >= one.end_s:
             _end_victims(turn, one, waiting)
     _preempt(turn)
-
-
-def _may_yet_report(turn: Turn, one: Preemption) -> bool:
-    """True after a restart, while a node of these GPUs has not reported: whether the request can start is not known."""
-    ledger, known = turn.ledger, (turn.ledger.gpus.get(uuid) for uuid in one.gpus)
-    silent = any(gpu.device.node in ledger.unreported for gpu in known if gpu is not None)
-    return silent and turn.now.mono_s < one.held_until_s(turn.policy)
 
 
 def _victims(turn: Turn, one: Preemption) -> list[LeaseRecord]:

@@ -25,7 +25,6 @@ from gpulease_server.core.kept_leases import kept_until_s
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_index import LimitIndex
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.preemption_records import Preemption
 from gpulease_server.core.reclaim_records import ReclaimIndex
 from gpulease_server.core.records import Change, Deadline, Instant, LeaseRecord
 from gpulease_server.core.turn import Answer, Turn
@@ -158,25 +157,12 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
     for key, window in list(ledger.limits.gpu_time.items()):
         ledger.apply(gpu_time.counted(window, ledger.limits.gpus[key], now))
     for one in list(ledger.preemptions.values()):
-        # What is left of the notice by the wall clock, which may have been set: no more than all of it, and all of it
-        # where a holder has not heard of it.
-        left_s, notice_s = (one.preempt_at - now.at).total_seconds(), (one.preempt_at - one.noticed_at).total_seconds()
-        left_s = min(max(0.0, left_s), notice_s) if _have_all_heard(ledger, one) else notice_s
-        ledger.apply(replace(one, end_s=now.mono_s + left_s))
+        # The whole notice, as with deadlines: who was to be told may not have heard of it, and the wall clock may have
+        # been set.
+        ledger.apply(replace(one, end_s=now.mono_s + (one.preempt_at - one.noticed_at).total_seconds()))
     for gpu in ledger.gpus.values():
         if gpu.draining:
             ledger.draining_since[gpu.device.uuid] = now.mono_s
-
-
-def _have_all_heard(ledger: Ledger, one: Preemption) -> bool:
-    """True where all holders have renewed their leases since they were to be told, and before the moment; jobs are told
-    by signals."""
-    victims = (ledger.leases.get(lease_id) for lease_id in one.victims)
-    return all(
-        record.renewed_at is not None and one.noticed_at < record.renewed_at <= one.preempt_at
-        for record in victims
-        if record is not None and record.lease.state is LeaseState.ACTIVE and record.lease.job_id is None
-    )
 
 
 def _until_reserved_s(ledger: Ledger, lease: Lease, now: Instant) -> float:
