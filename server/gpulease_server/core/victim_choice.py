@@ -130,7 +130,8 @@ def _is_too_late(reservations: Reservations, record: LeaseRecord, victims: Victi
     """True where the node goes, or GPUs are closed to the request, before it would be done if it starts once they have
     come."""
     ledger, now, policy, lease = reservations.ledger, reservations.now, reservations.policy, record.lease
-    drained_s = longest_notice_s(victims.leases, policy) + END_S + 2 * policy.retained_memory_s
+    ended_s = max(longest_notice_s(victims.leases, policy), 2 * policy.preempt_notice_s)  # a job may take so long
+    drained_s = ended_s + END_S + 2 * policy.retained_memory_s
     wait_s = max(drained_s, soon(reservations) - now.mono_s)
     if ends_too_soon(ledger, lease.demand, victims.node, Instant(now.at, now.mono_s + wait_s)):
         return True
