@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpulease_protocol.model import EndReason, Event, JobState, Lease, LeaseState, NodeMode, Priority
+from gpulease_protocol.model import EndReason, Event, JobState, Lease, LeaseState, NodeMode, Priority, Process
 from gpulease_server.core import reclaim
 from gpulease_server.core.calendar import END_MARGIN_S
 from gpulease_server.core.explain.explain import explain
@@ -113,6 +113,51 @@ def test_one_busy_second_or_one_unknown_reading_begins_the_time_again(ratio: flo
     assert reclaim_at_s(here, lease) is None
     here.pass_time(AFTER_S + NOTICE_S + 2 * SLACK_S)
     assert not ended(here, lease), "it works, or nothing is known of it"
+
+
+def read_for(here: World, seconds: int, processes_s: int, busy: tuple[int, ...] = ()) -> None:
+    """A worker reads utilization every second, and the processes only every so many: its reports name the ticket of
+    that, and the newer one of their own reading. `busy`: in which seconds after a look at the processes it works."""
+    looked_at_s = 0.0
+    for second in range(seconds):
+        since = second % processes_s
+        works(here, 0, 0.5 if since in busy else 0.0)
+        now_s = here.at_s + 0.001
+        looked_at_s = looked_at_s if since else now_s
+        here.report(age_s=now_s - looked_at_s, begun_s=0.0)
+        here.pass_time(1.0, silent=("a",))
+
+
+@pytest.mark.parametrize("processes_s", [2, 5])
+def test_utilization_is_as_recent_as_the_reading_and_not_as_its_list_of_processes(processes_s: int) -> None:
+    here = world(1)
+    lease = holds(here)
+    here.lease(1, ttl_s=1e6)
+    read_for(here, int(AFTER_S + NOTICE_S) + 20, processes_s, busy=(1,))
+    assert kinds(here, lease) == [], "it works every few seconds"
+    read_for(here, int(AFTER_S + SLACK_S) + 2, processes_s)
+    assert kinds(here, lease) == ["reclaim_notice"]
+    read_for(here, processes_s, processes_s, busy=(1,))
+    assert kinds(here, lease) == ["reclaim_notice", "reclaim_withdrawn"]
+    read_for(here, int(AFTER_S + NOTICE_S + 3 * SLACK_S), processes_s)
+    assert ended(here, lease)
+
+
+def test_work_before_a_late_renewal_begins_the_time_again() -> None:
+    """The lease has expired, and its GPU drains, while a reading shows work; then its holder renews."""
+    here = world(1)
+    lease = holds(here, ttl_s=AFTER_S - 5)
+    here.lease(1, ttl_s=1e6)
+    works(here, 0, 0.0, processes=(Process(pid=7, lease_id=lease.id),))
+    here.pass_time(AFTER_S - 4.75)
+    assert ended(here, lease)
+    works(here, 0, 0.5)
+    here.pass_time(0.5)
+    works(here, 0, 0.0)
+    here.renew(lease)
+    assert not ended(here, lease)
+    here.pass_time(AFTER_S - 8)
+    assert kinds(here, lease) == []
 
 
 def test_what_the_driver_does_not_tell_is_never_idle() -> None:

@@ -49,7 +49,9 @@ def observe_shown_gpus(
             known = observation.gpus.get(uuid, UNOBSERVED)
             if known.missing_since_s is not None:
                 known = replace(known, missing_since_s=None)
-            watches[uuid] = _observe_gpu(turn, gpu, reading, known, observed_at(observation, uuid))
+            watches[uuid] = _observe_gpu(
+                turn, gpu, reading, known, observed_at(observation, uuid), observation.newest_begun_at_s
+            )
     return watches
 
 
@@ -72,7 +74,12 @@ def remove_missing_gpus(turn: Turn, observation: NodeObservation) -> None:
 
 
 def _observe_gpu(
-    turn: Turn, gpu: GpuRecord, reading: GpuReading, known: GpuObservation, observed_at_s: float | None
+    turn: Turn,
+    gpu: GpuRecord,
+    reading: GpuReading,
+    known: GpuObservation,
+    observed_at_s: float | None,
+    begun_at_s: float,
 ) -> GpuObservation:
     known = _observe_health(turn, gpu, reading, known)
     if gpu.lease_id != known.lease_id:
@@ -86,12 +93,11 @@ def _observe_gpu(
         )
     if gpu.lease_id is None:
         return _observe_foreign(turn, gpu, reading, _observe_unheld(turn, gpu, reading, known, observed_at_s))
+    known = observe_idle(turn, gpu, reading, known, begun_at_s)
     if observed_at_s is None:
         return known
     if not gpu.draining:
-        if observed_at_s <= known.since_s:
-            return known
-        return _observe_conflict(turn, gpu, reading, observe_idle(turn, gpu, reading, known, observed_at_s))
+        return known if observed_at_s <= known.since_s else _observe_conflict(turn, gpu, reading, known)
     if observed_at_s > turn.ledger.draining_since[gpu.device.uuid]:
         return observe_draining(turn, gpu, reading, replace(known, strangers=()), observed_at_s)
     return known

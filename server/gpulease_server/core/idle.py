@@ -3,6 +3,10 @@
 Nothing is known that no reading has shown: a reading without a utilization, one of an unhealthy GPU, and a gap in which
 the node is unknown each begin the time again from 0. It begins when its first reading arrives and ends when its last
 one was begun, so it is never longer than the GPU was idle.
+
+Utilization is part of every reading, also of those that repeat the processes of an earlier one, and so is as recent as
+the ticket of the reading, not as that of its oldest part (`gpulease_protocol.node_protocol`). Work counts however old
+the reading is that shows it.
 """
 
 from __future__ import annotations
@@ -34,18 +38,20 @@ class IdleTime:
 
 
 def observe_idle(
-    turn: Turn, gpu: GpuRecord, reading: GpuReading, known: GpuObservation, observed_at_s: float
+    turn: Turn, gpu: GpuRecord, reading: GpuReading, known: GpuObservation, begun_at_s: float
 ) -> GpuObservation:
-    """What is kept of a leased GPU, with whether this reading shows it idle. Costs nothing without a rule."""
-    if gpu.lease_id not in turn.ledger.reclaims.leases or observed_at_s <= known.idle_read_s:
-        return known
-    if reading.utilization_ratio != 0 or reading.health != "ok":
+    """What is kept of a GPU that a lease holds or drains after, with whether this reading shows it idle. Costs nothing
+    without a rule."""
+    is_asked = gpu.lease_id in turn.ledger.reclaims.leases
+    if not is_asked or reading.utilization_ratio != 0 or reading.health != "ok":
         return known if known.idle_since_s is None else replace(known, idle_since_s=None, idle_readings=0)
+    if begun_at_s <= max(known.since_s, known.idle_read_s):
+        return known
     before = turn.ledger.node_observations.get(gpu.device.node)
-    is_gap = observed_at_s - known.idle_read_s > silence_limit_s(before, turn.policy)
+    is_gap = begun_at_s - known.idle_read_s > silence_limit_s(before, turn.policy)
     if known.idle_since_s is None or is_gap:
-        return replace(known, idle_since_s=turn.now.mono_s, idle_read_s=observed_at_s, idle_readings=1)
-    return replace(known, idle_read_s=observed_at_s, idle_readings=known.idle_readings + 1)
+        return replace(known, idle_since_s=turn.now.mono_s, idle_read_s=begun_at_s, idle_readings=1)
+    return replace(known, idle_read_s=begun_at_s, idle_readings=known.idle_readings + 1)
 
 
 def idle_time(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -> IdleTime | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import heapq
 import ipaddress
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -143,6 +142,34 @@ def has_enough(ledger: Ledger, demand: Demand, node: str, gpus: list[GpuRecord],
     return len(gpus) >= needed and can_connect(ledger, demand, node, [gpu.device.uuid for gpu in gpus], needed)
 
 
+def gpus_to_have(
+    ledger: Ledger,
+    demand: Demand,
+    now: Instant,
+    most_gpus: int | None,
+    counting: Callable[[list[GpuRecord]], list[GpuRecord]],
+) -> list[GpuRecord] | None:
+    """GPUs that the demand could have, of so many nodes as it asks for that have enough of those that count, and do not
+    go too soon; None where there are none. `counting`: those of a node's candidates that count; `most_gpus`: what a
+    grant may take in all."""
+    for nodes in find_candidates(ledger, demand).by_model.values():
+        enough: dict[str, list[list[GpuRecord]]] = {}
+        for node, uuids in nodes.items():
+            reach = reach_of(ledger, demand, node)
+            if reach is None or (most_gpus is not None and grant_size(demand, uuids) > most_gpus):
+                continue
+            if ends_too_soon(ledger, demand, node, now):
+                continue
+            counted, needed = counting([ledger.gpus[uuid] for uuid in uuids]), gpus_needed(demand, uuids)
+            if not has_enough(ledger, demand, node, counted, needed):
+                continue
+            found = enough.setdefault(reach, [])
+            found.append(counted[:needed])
+            if len(found) == demand.nodes:
+                return [gpu for some in found for gpu in some]
+    return None
+
+
 def can_have(
     ledger: Ledger,
     demand: Demand,
@@ -150,21 +177,8 @@ def can_have(
     most_gpus: int | None,
     counting: Callable[[list[GpuRecord]], list[GpuRecord]],
 ) -> bool:
-    """True where so many nodes as the demand asks for have enough of the GPUs that count, and do not go too soon.
-    `counting`: those of a node's candidates that count; `most_gpus`: what a grant may take in all."""
-    for nodes in find_candidates(ledger, demand).by_model.values():
-        enough: Counter[str] = Counter()
-        for node, uuids in nodes.items():
-            reach = reach_of(ledger, demand, node)
-            if reach is None or (most_gpus is not None and grant_size(demand, uuids) > most_gpus):
-                continue
-            if ends_too_soon(ledger, demand, node, now):
-                continue
-            counted = counting([ledger.gpus[uuid] for uuid in uuids])
-            enough[reach] += has_enough(ledger, demand, node, counted, gpus_needed(demand, uuids))
-            if enough[reach] == demand.nodes:
-                return True
-    return False
+    """True where there are GPUs that the demand could have, see `gpus_to_have`."""
+    return gpus_to_have(ledger, demand, now, most_gpus, counting) is not None
 
 
 def min_gpus(ledger: Ledger, demand: Demand) -> int:

@@ -72,6 +72,8 @@ def _why_not(turn: Turn, record: LeaseRecord) -> IdleTime | str:
     lease, after_s = record.lease, record.lease.demand.reclaim_idle_after_s
     if kept_now(record, turn.now) is not None:
         return "they are kept on purpose"
+    if lease.id in turn.ledger.preempting:
+        return "it ends for another request"
     if lease.job_id is not None:
         job = turn.ledger.live_jobs.get(lease.job_id)
         if job is None or job.cancelled_at is not None or job.job.state is JobState.STOPPING:

@@ -1,20 +1,42 @@
 """Which idle leases to take GPUs from, so that requests that wait can start: no more than these need.
 
-A request is *helped* where the GPUs that are free or drain do not suffice for it, and those of idle leases beside them
-do. What its limits keep out, what pauses, and what waits for others' GPUs too is not helped: an end would be for
-nothing. Each idle lease counts for one request, the first in the queue's order.
+A request is *helped* where the GPUs that come by themselves do not suffice for it, and those of idle leases beside them
+do. GPUs come by themselves that are free, drain, or are of a job that is being stopped. What its limits keep out, what
+pauses, and what waits for others' GPUs too is not helped: an end would be for nothing.
+
+Each GPU counts for one request, in the queue's order: what one takes is not there for the next, and the next may have
+what is left of a lease that ends for one before it.
+
+| a GPU of an idle lease does not count | because |
+|---|---|
+| on which someone else's process is, too | it would drain until that has ended |
+| for a request behind one that also waits for others, and that free GPUs are held for by now | it would be held for \
+that one (`core.backfill`) |
+| that is cordoned, reserved, on a drained node, or lent to a lease that ran ahead | it would go to others, or no one |
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
-from gpulease_server.core.backfill import Reservations
+from gpulease_protocol.model import JobState
+from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import is_eligible, min_gpus_of
+from gpulease_server.core.gpu import conflicting_processes
 from gpulease_server.core.idle import IdleTime
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order import in_order
-from gpulease_server.core.placement import can_have, find_candidates, lacks_memory
+from gpulease_server.core.placement import (
+    candidates,
+    find_candidates,
+    gpus_needed,
+    gpus_to_have,
+    has_enough,
+    lacks_memory,
+)
+from gpulease_server.core.preempted_gpus import preemptions_under_way
 from gpulease_server.core.records import GpuRecord, LeaseRecord
 from gpulease_server.core.reservation_view import current_reservations
 from gpulease_server.core.shadow_time import END_S, JOB_GRACE_S
@@ -24,7 +46,7 @@ from gpulease_server.core.user_limits import LimitedDemand
 MAX_REQUESTS = 100
 """Requests that are looked at, the first in the queue."""
 MAX_DEMANDS = 20
-"""Different demands of these that are looked at."""
+"""How many of these have a look at the GPUs; of those that ask for the same and are not helped the first one."""
 MAX_LEASES = 64
 """Idle leases that are looked at."""
 
@@ -33,32 +55,23 @@ def leases_to_reclaim(turn: Turn, idle: Mapping[str, IdleTime]) -> dict[str, str
     """By id of an idle lease, the request that its GPUs would help. Those that were told come first, then those that
     have been idle longest.
 
-    Costs a walk through the queue, and a look at the GPUs of the nodes that could serve each of `MAX_DEMANDS` demands.
+    Costs a walk through the queue, and for `MAX_DEMANDS` of its requests a look at the GPUs of the nodes that could
+    serve each.
     """
     ledger, notices = turn.ledger, turn.ledger.reclaims.notices
     pool = sorted(idle, key=lambda one: (one not in notices, idle[one].since_s, one))[:MAX_LEASES]
-    of_pool = {device.uuid for lease_id in pool for device in ledger.leases[lease_id].lease.gpus}
-    reservations = current_reservations(ledger, turn.now, turn.policy)
-    hopeless, chosen = set[LimitedDemand](), dict[str, str]()
-    for record in _waiting(turn, reservations):
-        left = [lease_id for lease_id in pool if lease_id not in chosen]
-        limited = _demand_by_then(turn, reservations, record)
-        if not left or len(hopeless) >= MAX_DEMANDS:
+    choice = Choice(current_reservations(ledger, turn.now, turn.policy), pool)
+    unhelped, looks = set[LimitedDemand](), 0
+    for record in _waiting(turn, choice.reservations):
+        limited = _demand_by_then(turn, choice.reservations, record)
+        if len(choice.chosen) == len(pool) or looks >= MAX_DEMANDS:
             break
-        if limited in hopeless:
+        if limited in unhelped or choice.of_pool.keys().isdisjoint(find_candidates(ledger, limited.demand).uuids):
             continue
-        if of_pool.isdisjoint(find_candidates(ledger, limited.demand).uuids):
-            hopeless.add(limited)
-            continue
-        if _is_served(reservations, record, limited, ()) or not _is_served(reservations, record, limited, left):
-            hopeless.add(limited)  # others that ask for the same see the same GPUs
-            continue
-        for lease_id in reversed(left.copy()):
-            fewer = [one for one in left if one != lease_id]
-            if _is_served(reservations, record, limited, fewer):
-                left = fewer
-        chosen |= dict.fromkeys(left, record.lease.id)
-    return chosen
+        looks += 1
+        if not choice.add(record, limited):
+            unhelped.add(limited)  # others that ask for the same see the same GPUs
+    return choice.chosen
 
 
 def _demand_by_then(turn: Turn, reservations: Reservations, record: LeaseRecord) -> LimitedDemand:
@@ -68,28 +81,128 @@ def _demand_by_then(turn: Turn, reservations: Reservations, record: LeaseRecord)
 
 
 def _waiting(turn: Turn, reservations: Reservations) -> Iterator[LeaseRecord]:
-    """The first requests of the queue that wait for nothing but GPUs. One without a verdict yet does not wait."""
+    """The first requests of the queue that wait for nothing but GPUs. One without a verdict yet does not wait; for one
+    that has had others end, their GPUs are held."""
     ledger, users = turn.ledger, reservations.users
+    preempting = {record.lease.id for _, record in preemptions_under_way(ledger, turn.now, turn.policy)}
     for record in islice(in_order(ledger), MAX_REQUESTS):
-        if record.lease.id in turn.pending or not is_eligible(ledger, record, turn.now):
+        if record.lease.id in turn.pending or record.lease.id in preempting:
+            continue
+        if not is_eligible(ledger, record, turn.now):
             continue
         if users.limit_reached(record.lease, min_gpus_of(ledger, users, record.lease.demand)) is None:
             yield record
 
 
-def _is_served(reservations: Reservations, record: LeaseRecord, limited: LimitedDemand, ended: Collection[str]) -> bool:
-    """True where GPUs suffice for a request that are free, drain, or would be given back by these leases."""
-    ledger, demand, lease_id = reservations.ledger, limited.demand, record.lease.id
+@dataclass(slots=True)
+class Choice:
+    """The leases that are to end, and for which requests. Filled in the order of the queue."""
 
-    def comes(gpu: GpuRecord) -> bool:
-        uuid = gpu.device.uuid
-        if gpu.lease_id is not None and not gpu.draining and gpu.lease_id not in ended:
+    reservations: Reservations
+    pool: list[str]
+    """Ids of the idle leases, the first choice first."""
+    of_pool: dict[str, str] = field(default_factory=dict)
+    """The lease of each of their GPUs, by UUID."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    """By lease id, the request that it ends for."""
+    taken: set[str] = field(default_factory=set)
+    """GPUs that the requests get which are helped."""
+    held: set[str] = field(default_factory=set)
+    """GPUs of idle leases that would be held for requests which are not helped."""
+
+    def __post_init__(self) -> None:
+        leases = [self.reservations.ledger.leases[lease_id].lease for lease_id in self.pool]
+        self.of_pool = {device.uuid: lease.id for lease in leases for device in lease.gpus}
+
+    def add(self, record: LeaseRecord, limited: LimitedDemand) -> bool:
+        """Choose the leases for a request, as few as it needs; True where it is helped."""
+        coming = self._coming(record, limited)
+        if self._gpus_for(record, limited, coming, ()) is not None:
             return False
-        if uuid in limited.closed or reservations.by_uuid.get(uuid, lease_id) != lease_id:
+        if self._gpus_for(record, limited, coming, self.pool) is None:
+            self.held |= self._held_once_free(record, limited)
             return False
+        left, more = [lease_id for lease_id in self.pool if lease_id not in self.chosen], list[str]()
+        while (gpus := self._gpus_for(record, limited, coming, [*self.chosen, *more])) is None:
+            more.append(left[len(more)])
+        for lease_id in reversed(more[:-1]):
+            fewer = [one for one in more if one != lease_id]
+            if (of_fewer := self._gpus_for(record, limited, coming, [*self.chosen, *fewer])) is not None:
+                more, gpus = fewer, of_fewer
+        self.chosen |= dict.fromkeys(more, record.lease.id)
+        self.taken.update(gpu.device.uuid for gpu in gpus)
+        return True
+
+    def _gpus_for(
+        self, record: LeaseRecord, limited: LimitedDemand, coming: Mapping[str, str], ended: Collection[str]
+    ) -> list[GpuRecord] | None:
+        """GPUs that suffice for a request once these leases have ended; None where there are none."""
+        from_leases = {"", *ended}
+
+        def counting(gpus: list[GpuRecord]) -> list[GpuRecord]:
+            return [gpu for gpu in gpus if coming.get(gpu.device.uuid) in from_leases]
+
+        most_gpus = self.reservations.users.gpus_left(record.lease)
+        return gpus_to_have(self.reservations.ledger, limited.demand, self.reservations.now, most_gpus, counting)
+
+    def _coming(self, record: LeaseRecord, limited: LimitedDemand) -> dict[str, str]:
+        """The GPUs that a request may have, by UUID: the idle lease that would have to end, or nothing where a GPU
+        comes by itself."""
+        found, reservations, lease_id = dict[str, str](), self.reservations, record.lease.id
+        for uuid in find_candidates(reservations.ledger, limited.demand).uuids:
+            if uuid in limited.closed or uuid in self.taken or uuid in self.held:
+                continue
+            if reservations.by_uuid.get(uuid, reservations.lent.get(uuid, lease_id)) != lease_id:
+                continue
+            gpu = reservations.ledger.gpus[uuid]
+            if (of_lease := self._comes_from(gpu)) is not None and self._can_use(limited, gpu):
+                found[uuid] = of_lease
+        return found
+
+    def _comes_from(self, gpu: GpuRecord) -> str | None:
+        """The idle lease that would have to end, or an empty text; None for a GPU that does not come."""
+        ledger = self.reservations.ledger
+        if gpu.lease_id is None or gpu.draining:
+            return ""
+        if gpu.device.uuid in self.of_pool:
+            return None if conflicting_processes(ledger, gpu) else self.of_pool[gpu.device.uuid]
+        return "" if is_being_stopped(ledger, gpu.lease_id) else None
+
+    def _can_use(self, limited: LimitedDemand, gpu: GpuRecord) -> bool:
+        """True for a GPU that is free for a request, or will be once its lease has ended."""
+        reservations = self.reservations
         if gpu.lease_id is None:
-            return reservations.is_free(gpu) and not lacks_memory(ledger, demand, gpu)
-        return reservations.will_be_free(demand, gpu)
+            return reservations.is_free(gpu) and not lacks_memory(reservations.ledger, limited.demand, gpu)
+        return reservations.will_be_free(limited.demand, gpu)
 
-    most_gpus = reservations.users.gpus_left(record.lease)
-    return can_have(ledger, demand, reservations.now, most_gpus, lambda gpus: [gpu for gpu in gpus if comes(gpu)])
+    def _held_once_free(self, record: LeaseRecord, limited: LimitedDemand) -> set[str]:
+        """GPUs of idle leases that would be held for a request which waits for others' GPUs too: those that it could
+        use, once it was bypassed as often or as long as it may be. On nodes that lack more than those where as much is
+        held for it as may be, nothing would."""
+        reservations, demand, lease_id = self.reservations, limited.demand, record.lease.id
+        ledger, now_s = reservations.ledger, reservations.now.mono_s
+        times, since_s = ledger.bypasses.get(lease_id, (0, now_s))
+        most = nodes_to_reserve(times, now_s - since_s, reservations.policy)
+        lacking, found = dict[str, int](), dict[str, tuple[int, set[str]]]()
+        for node, gpus in candidates(ledger, demand, limited.most_gpus).items() if most else ():
+            able = [gpu for gpu in gpus if gpu.device.uuid not in limited.closed and self._can_use(limited, gpu)]
+            needed = gpus_needed(demand, gpus)
+            if not has_enough(ledger, demand, node, able, needed):
+                continue
+            own = {gpu.device.uuid for gpu in able if reservations.by_uuid.get(gpu.device.uuid) == lease_id}
+            idle = {gpu.device.uuid for gpu in able if gpu.device.uuid in self.of_pool}
+            found[node] = needed - len(own) - len(idle), idle
+            if own:
+                lacking[node] = needed - len(own)
+        enough = demand.nodes == 1 and len(lacking) >= most
+        worst = max(lacking.values(), default=0)
+        return {uuid for lacks, idle in found.values() if not enough or lacks <= worst for uuid in idle}
+
+
+def is_being_stopped(ledger: Ledger, lease_id: str) -> bool:
+    """True for the lease of a job that has been told to end, and does so soon: its GPUs come by themselves."""
+    record = ledger.leases.get(lease_id)
+    job = None if record is None else ledger.live_jobs.get(record.lease.job_id or "")
+    if job is None or job.job.state is not JobState.STOPPING or job.job.lease_id != lease_id:
+        return False
+    return not job.stuck_on and job.grace_s <= JOB_GRACE_S

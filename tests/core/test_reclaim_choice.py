@@ -1,0 +1,124 @@
+"""Whose idle GPUs are taken back, and for whom: no more than those who wait need, and nothing that would not help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpulease_protocol.model import JobState, Lease, LeaseState, Priority
+from gpulease_protocol.node_protocol import JobReport, RunState
+from gpulease_server.core.policy import Policy
+from tests.core.build import World, gpu
+from tests.core.test_reclaim import AFTER_S, NOTICE_S, SLACK_S, ended, holds, kinds, works, world
+
+
+def agreed_job(here: World) -> tuple[str, Lease]:
+    """A job on one GPU that runs, and agreed to give it back; with its lease."""
+    job_id = here.submit(1)
+    record = here.ledger.jobs[job_id].job
+    lease = here.ledger.leases[record.lease_id]
+    demand = replace(lease.lease.demand, reclaim_idle_after_s=AFTER_S)
+    here.ledger.apply(replace(lease, lease=replace(lease.lease, demand=demand)))
+    running = JobReport(job_id=job_id, attempt=record.attempts, state=RunState.RUNNING, started_at=here.now.at)
+    here.jobs["a"] = [running]
+    return job_id, lease.lease
+
+
+def test_a_free_gpu_counts_for_one_request() -> None:
+    here = world(3)
+    leases = [holds(here), holds(here)]
+    first, second = here.lease(2, ttl_s=1e6), here.lease(2, ttl_s=1e6)
+    here.pass_time(AFTER_S + SLACK_S)
+    assert [kinds(here, one) for one in leases] == [["reclaim_notice"], []], "the second would lack the free GPU"
+    here.pass_time(NOTICE_S + 2 * SLACK_S)
+    assert here.now_of(first).state is LeaseState.ACTIVE
+    assert not ended(here, leases[1])
+    assert here.now_of(second).state is LeaseState.QUEUED
+
+
+def test_what_is_left_of_a_lease_serves_the_next_request() -> None:
+    here = world(3)
+    large, small = holds(here, 2), holds(here)
+    waits = [here.lease(1, ttl_s=1e6), here.lease(1, ttl_s=1e6)]
+    here.pass_time(AFTER_S + NOTICE_S + 3 * SLACK_S)
+    assert [here.now_of(one).state for one in waits] == [LeaseState.ACTIVE] * 2
+    assert ended(here, large)
+    assert kinds(here, small) == []
+
+
+def test_the_gpus_of_a_job_that_is_being_stopped_count_as_coming() -> None:
+    here = world(2)
+    job_id, of_job = agreed_job(here)
+    works(here, 1, 1.0)
+    lease = holds(here)
+    here.lease(1, ttl_s=1e6)
+    here.pass_time(SLACK_S)
+    works(here, 1, 0.0)
+    here.pass_time(AFTER_S + NOTICE_S + SLACK_S)
+    assert here.ledger.jobs[job_id].job.state is JobState.STOPPING
+    assert kinds(here, of_job) == ["reclaim_notice", "reclaimed"]
+    here.pass_time(30.0)
+    assert kinds(here, lease) == [], "the job has not ended yet, and does"
+
+
+def test_a_gpu_that_someone_else_is_on_too_would_help_no_one() -> None:
+    here = world(1)
+    lease = holds(here)
+    here.lease(1, ttl_s=1e6)
+    here.nodes["a"][0] = gpu(0, pids=(4242,), utilization_ratio=0.0)
+    here.pass_time(AFTER_S + NOTICE_S + 2 * SLACK_S)
+    assert kinds(here, lease) == [], "it would drain for as long as that process lives"
+    works(here, 0, 0.0, processes=())
+    here.pass_time(SLACK_S)
+    assert kinds(here, lease) == ["reclaim_notice"]
+
+
+@pytest.mark.parametrize("max_bypass", [0, 10])
+def test_a_gpu_that_would_be_held_for_an_older_request_helps_no_newer_one(max_bypass: int) -> None:
+    here = world(2, max_bypass=max_bypass)
+    works(here, 1, 1.0)
+    lease = holds(here)
+    here.lease(1, ttl_s=1e6)
+    here.lease(2, ttl_s=1e6)  # waits for the GPU that works, too
+    here.lease(1, ttl_s=1e6)
+    here.pass_time(AFTER_S + SLACK_S)
+    assert kinds(here, lease) == ([] if max_bypass == 0 else ["reclaim_notice"])
+
+
+def test_where_an_older_request_has_gpus_held_on_another_node_a_newer_one_is_helped() -> None:
+    here = World(policy=Policy(reclaim_notice_s=NOTICE_S, max_bypass=1))
+    for node in ("a", "b"):
+        here.node(node, gpus=3)
+        for index in range(3):
+            works(here, index, 0.0, node)
+    lease = holds(here, node="a")
+    here.lease(2, ttl_s=1e6, node="a")
+    here.lease(1, ttl_s=1e6, node="b")
+    for node, index in (("a", 1), ("a", 2), ("b", 0)):
+        works(here, index, 1.0, node)
+    here.lease(3, ttl_s=1e6)
+    passes = here.lease(1, ttl_s=1e6, node="b")
+    assert passes.state is LeaseState.ACTIVE
+    here.release(passes)
+    here.pass_time(SLACK_S)
+    waits = here.lease(1, ttl_s=1e6)
+    assert waits.state is LeaseState.QUEUED, "the free GPUs of b are held"
+    here.pass_time(AFTER_S + SLACK_S)
+    assert kinds(here, lease) == ["reclaim_notice"]
+    here.pass_time(NOTICE_S + 2 * SLACK_S)
+    assert here.now_of(waits).state is LeaseState.ACTIVE
+
+
+def test_a_request_that_has_others_preempted_needs_no_idle_lease_and_those_end_once() -> None:
+    here = World(policy=Policy(reclaim_notice_s=NOTICE_S, preemption=True, preempt_after_s=0.0, preempt_notice_s=600.0))
+    here.node(gpus=2)
+    idle, preempted = holds(here), holds(here, ttl_s=600.0, priority=Priority.SCAVENGE)
+    for index in range(2):
+        works(here, index, 0.0)
+    here.lease(1, ttl_s=1e6)
+    here.pass_time(5.0)
+    assert preempted.id in here.ledger.preempting
+    here.pass_time(AFTER_S + 2 * SLACK_S)
+    assert kinds(here, idle) == []
+    assert kinds(here, preempted) == []
