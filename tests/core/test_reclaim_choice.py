@@ -47,6 +47,25 @@ def test_what_is_left_of_a_lease_serves_the_next_request() -> None:
     assert kinds(here, small) == []
 
 
+def test_of_several_leases_that_a_request_needs_none_ends_before_the_moment_of_all_has_come() -> None:
+    here = world(2)
+    first, second = holds(here), holds(here)
+    works(here, 1, 1.0)
+    large, small = here.lease(2, ttl_s=1e6), here.lease(1, ttl_s=1e6)
+    here.pass_time(2 * SLACK_S)
+    works(here, 1, 0.0)
+    here.pass_time(AFTER_S + SLACK_S)
+    assert [kinds(here, one) for one in (first, second)] == [["reclaim_notice"]] * 2, "not at the same moment"
+    here.release(small)
+    here.pass_time(NOTICE_S - SLACK_S)  # the moment of the first has come, and that of the second has not
+    works(here, 1, 1.0)
+    here.pass_time(2 * SLACK_S)
+    assert [kinds(here, one) for one in (first, second)] == [["reclaim_notice", "reclaim_withdrawn"]] * 2
+    works(here, 1, 0.0)
+    here.pass_time(AFTER_S + NOTICE_S + 3 * SLACK_S)
+    assert here.now_of(large).state is LeaseState.ACTIVE
+
+
 def test_the_gpus_of_a_job_that_is_being_stopped_count_as_coming() -> None:
     here = world(2)
     job_id, of_job = agreed_job(here)

@@ -44,6 +44,9 @@ def reclaim_idle(turn: Turn, since_last_s: float, stalled_s: float) -> None:
     if not is_due or not idle:
         return
     needed = leases_to_reclaim(turn, idle) if turn.ledger.queue else {}
+    early = {
+        for_id for lease_id, for_id in needed.items() if not _has_come(index.notices.get(lease_id), idle[lease_id])
+    }
     for lease_id, one in idle.items():
         notice = index.notices.get(lease_id)
         if lease_id not in needed:
@@ -51,8 +54,13 @@ def reclaim_idle(turn: Turn, since_last_s: float, stalled_s: float) -> None:
                 withdraw_notice(turn, lease_id, "no one waits any more whom they would help")
         elif notice is None:
             _give_notice(turn, turn.ledger.leases[lease_id], one, needed[lease_id])
-        elif one.until_s >= (notice.at_s or 0.0):  # a reading of each GPU was begun after the moment
+        elif needed[lease_id] not in early:  # of another lease that must end for the same request it has not come
             _end(turn, turn.ledger.leases[lease_id], one, needed[lease_id])
+
+
+def _has_come(notice: ReclaimNotice | None, idle: IdleTime) -> bool:
+    """True where a reading of each GPU of a lease was begun after the moment that its holder was told."""
+    return notice is not None and idle.until_s >= (notice.at_s or 0.0)
 
 
 def _idle_leases(turn: Turn, ids: Iterable[str]) -> dict[str, IdleTime]:
