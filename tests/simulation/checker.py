@@ -22,6 +22,10 @@ answer came. `what` says which kind of line it is:
     order     max_overtakes, max_bypasses,      so many are granted by priority until the oldest goes first, and
               interactive_gpus                  so many pass it then; GPUs of a user by interactive requests, 0: any
     preemption  after_s                         leases end for others after so many seconds at least
+    reclaim   after_s, notice_s, priority       leases of this priority give GPUs back that were idle for so long, at
+                                                least so long after they were told; those of no other one do
+    worked    gpus, begun_s                     a node has told, and was answered, that these GPUs work
+    kept      lease_id, sent_s, for_s           the daemon has confirmed that its idle GPUs are kept for so long
     held      gpus                              by free GPU, the lease that it is held for, where users share by usage
     over                                        the run has ended, and everyone had time to be served
 
@@ -95,7 +99,7 @@ class Seen:
 
     def told_end_s(self, line: Line) -> float:
         """When the lease of an answer ends however often it is renewed, as the answer says."""
-        told = (line["lease"].get(name) for name in ("ends_at", "preempt_at"))
+        told = (line["lease"].get(name) for name in ("ends_at", "preempt_at", "reclaim_at"))
         ends_at = [datetime.datetime.fromisoformat(one).timestamp() for one in told if one is not None]
         if not ends_at:
             return NEVER
@@ -922,6 +926,89 @@ def who_preempts_starts(seen: Seen) -> Iterator[str]:
         yield from (f"{lease} never started, and {sorted(victims)} ended for it" for lease, victims in gave.items())
 
 
+RECLAIMED_FOR = re.compile(r"^for (\S+): ")
+
+
+def only_what_agreed_is_reclaimed(seen: Seen) -> Iterator[str]:
+    """Only leases of the priority that an administrator's rule names are told that GPUs are taken back, and end so."""
+    demands = {lease["id"]: lease["demand"] for _, lease in seen.answers()}
+    for line in seen.of["reclaim"]:
+        for event in seen.events("lease.reclaim_notice", "lease.reclaimed"):
+            own = demands.get(event["lease_id"], {}).get("priority")
+            if own not in (None, line["priority"]):
+                yield f"seq {event['seq']}: {event['kind']} of {event['lease_id']}, of priority {own}"
+
+
+def reclaimed_at_the_moment(seen: Seen) -> Iterator[str]:
+    """A lease ends for being idle no sooner than was promised after it was told, by the daemon that ends it."""
+    for line in seen.of["reclaim"]:
+        told: dict[str, float] = {}
+        for event in seen.events("lease.reclaim_notice", "lease.reclaim_withdrawn", "lease.reclaimed"):
+            lease, at_s = event["lease_id"], max(seen.moments(event), default=NEVER)
+            if event["kind"] == "lease.reclaim_notice":
+                told[lease] = min(seen.moments(event), default=0.0)
+            elif event["kind"] == "lease.reclaim_withdrawn":
+                told.pop(lease, None)
+            elif lease not in told or at_s - told[lease] < line["notice_s"] - seen.tolerance_s:
+                yield f"seq {event['seq']}: {lease} is taken back at {at_s:.3f}, and was told at {told.get(lease)}"
+            elif any(told[lease] < one["at_s"] <= at_s for one in seen.of["started"]):
+                yield f"seq {event['seq']}: {lease} was told by a daemon that has ended since"
+
+
+def only_idle_gpus_are_reclaimed(seen: Seen) -> Iterator[str]:
+    """No reading has shown work on any GPU of a lease that ends for being idle: from so long before its notice as was
+    promised, until its end."""
+    worked: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line in seen.of["worked"]:
+        for gpu in line["gpus"]:
+            worked[gpu].append((line["begun_s"], line["at_s"]))
+    told: dict[str, float] = {}
+    for line in seen.of["reclaim"]:
+        for event in seen.events("lease.reclaim_notice", "lease.reclaimed"):
+            lease, moments = event["lease_id"], seen.moments(event)
+            if event["kind"] == "lease.reclaim_notice":
+                told[lease] = max(moments, default=NEVER)
+                continue
+            since_s = told.get(lease, NEVER) - line["after_s"] + seen.tolerance_s
+            until_s = min(moments, default=0.0) - seen.tolerance_s
+            for gpu in event["gpus"]:
+                found = [begun_s for begun_s, at_s in worked[gpu] if begun_s > since_s and at_s < until_s]
+                if found:
+                    yield f"seq {event['seq']}: {lease} is taken back, and {gpu} worked at {found[-1]:.3f}"
+
+
+def what_is_kept_is_not_reclaimed(seen: Seen) -> Iterator[str]:
+    kept = {line["lease_id"]: line for line in seen.of["kept"]}
+    for event in seen.events("lease.reclaimed"):
+        line = kept.get(event["lease_id"])
+        if line is None:
+            continue
+        at_s = max(seen.moments(event), default=NEVER)
+        if line["at_s"] + seen.tolerance_s < at_s < line["sent_s"] + line["for_s"] - seen.tolerance_s:
+            yield f"seq {event['seq']}: {event['lease_id']} is taken back at {at_s:.3f}, and is kept until later"
+
+
+def reclaimed_for_who_waits(seen: Seen) -> Iterator[str]:
+    """Idle leases end for a request that waits then; of several at once for the same one none could have stayed."""
+    counts = {lease["id"]: lease["demand"]["count"] for _, lease in seen.answers()}
+    waiting: set[str] = set()
+    at_once: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for event in seen.events("lease.queued", "lease.granted", "lease.ended", "lease.reclaimed"):
+        if event["kind"] == "lease.queued":
+            waiting.add(event["lease_id"])
+        elif event["kind"] != "lease.reclaimed":
+            waiting.discard(event["lease_id"])
+        else:
+            named = RECLAIMED_FOR.match(event["reason"])
+            waits = named.group(1) if named else ""
+            sizes = at_once[waits, event["at"]]
+            sizes.append(len(event["gpus"]))
+            if waits not in waiting:
+                yield f"seq {event['seq']}: {event['lease_id']} is taken back for {waits or 'no one'}, not in the queue"
+            elif sum(sizes) - min(sizes) >= counts.get(waits, MOST_ASKED):
+                yield f"seq {event['seq']}: {sizes} GPUs are taken back for {waits}, that asks for {counts.get(waits)}"
+
+
 RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "seq without gap or repeat": numbered_without_gap,
     "what readers were shown stays (6)": shown_events_stay,
@@ -956,5 +1043,10 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "only what opted in is preempted (7)": only_what_opted_in_is_preempted,
     "nothing is preempted before the minimum (7)": preempted_after_the_minimum,
     "who preempts starts (7, 8)": who_preempts_starts,
+    "only what agreed is taken back (7)": only_what_agreed_is_reclaimed,
+    "nothing is taken back before its moment (7)": reclaimed_at_the_moment,
+    "what works is not taken back (7)": only_idle_gpus_are_reclaimed,
+    "what is kept is not taken back (7)": what_is_kept_is_not_reclaimed,
+    "idle GPUs are taken back for who waits, and no more than they need (8)": reclaimed_for_who_waits,
 }
 """Each rule by what it says, with the number of the promise."""

@@ -35,9 +35,10 @@ class PlayedClient:
                 return
             await self._one(f"{self.name}-{number}")
 
-    async def _one(self, key: str) -> None:
+    def _body(self, key: str) -> Line:
+        """What is asked for."""
         chance = self.world.chance
-        body = {
+        body: Line = {
             "count": chance.choice((1, 1, 1, 1, 2, 2, 3, 4)),
             "ttl_s": chance.choice((1.5, 3.0, 6.0, 12.0)),
             "queue": chance.random() < 0.9,
@@ -51,10 +52,17 @@ class PlayedClient:
         if self.world.preemption:
             body |= {"priority": chance.choice(("interactive", "normal", "scavenge", "scavenge")), "queue": True}
             body["ttl_s"] = chance.choice((3.0, 6.0))
+        if self.world.reclaim:
+            body |= {"priority": chance.choice(("interactive", "interactive", "normal")), "queue": True}
+            body |= {"count": chance.choice((1, 1, 2)), "ttl_s": chance.choice((2.0, 3.0))}
         if self.world.reservations and (time_s := chance.choice((None, None, 2.0, 20.0, 3600.0))) is not None:
             body["time_s"] = time_s
         if self.world.fair_share:
             body["count"] = 1 if self.uid == ZOE else chance.choice((1, 3, 4))
+        return body
+
+    async def _one(self, key: str) -> None:
+        body = self._body(key)
         begun_s = self.world.now_s
         lease = await self._ask(key, body)
         if lease is not None and lease["state"] == "queued":
@@ -130,19 +138,24 @@ class PlayedClient:
     async def _hold(self, lease: Line, trusted_from: float) -> None:
         """Use the GPUs, renew, give back; or forget some of it."""
         world, chance = self.world, self.world.chance
-        is_scavenge = world.preemption and lease["demand"]["priority"] == "scavenge"
-        until_s = world.now_s + chance.expovariate(0.04 if is_scavenge and not world.calm else 0.6)
+        may_end = (world.preemption and lease["demand"]["priority"] == "scavenge") or (
+            world.reclaim and lease["demand"]["priority"] == "interactive"
+        )
+        until_s = world.now_s + chance.expovariate(0.04 if may_end and not world.calm else 0.6)
         trusted_until_s = trusted_from + lease["ttl_s"]
         temper = chance.choice(("good", "good", "good", "sleepy", "sleepy", "dies", "wrong"))
-        temper = "good" if is_scavenge else temper
+        temper = "good" if may_end else temper
         uses = self._uuids(lease, 0.2 if temper == "sleepy" else 0.8)
         pids = [(gpu, world.gpu_node(gpu).start_process(gpu, lease["id"])) for gpu in uses]
+        busy = _Busy(self, lease, uses) if world.reclaim else None
         while world.now_s < until_s:
             await asyncio.sleep(min(lease["ttl_s"] / 3, max(until_s - world.now_s, 0.0)) + 0.001)
             if temper == "dies" and world.happens(0.3):
                 break
             if temper == "sleepy" and world.happens(0.5):
                 await asyncio.sleep(lease["ttl_s"] + chance.uniform(-0.5, 4.0))
+            if busy is not None:
+                await busy.go_on()
             token = lease["token"] + (1 if temper == "wrong" and world.happens(0.3) else 0)
             sent_s = world.now_s
             status = await self._act("renew", lease, token)
@@ -167,6 +180,7 @@ class PlayedClient:
         await asyncio.sleep(lag_s)
         for gpu, pid in pids:
             self.world.gpu_node(gpu).gpus[gpu].processes.pop(pid, None)
+            self.world.gpu_node(gpu).gpus[gpu].utilization_ratio = 0.0
 
     async def _act(self, verb: str, lease: Line, token: int | None) -> int:
         """Renew or release once; the status, 0 when no answer came."""
@@ -194,6 +208,32 @@ class PlayedClient:
                     continue
                 self._told("shown", sent_s, status, told, lease_id=lease["id"], trusted_from=None)
                 token = told.get("token", token)
+
+
+class _Busy:
+    """Works on GPUs now and then, or keeps them idle on purpose, or neither."""
+
+    def __init__(self, client: PlayedClient, lease: Line, gpus: list[str]) -> None:
+        self.client, self.world, self.lease, self.gpus = client, client.world, lease, gpus
+        self.works, self.keeps = self.world.chance.random() < 0.3, self.world.chance.random() < 0.3
+
+    async def go_on(self) -> None:
+        """Work, or stop working; keep them, once at most."""
+        world = self.world
+        for gpu in self.gpus if self.works else ():
+            world.gpu_node(gpu).gpus[gpu].utilization_ratio = world.chance.choice((0.0, 0.0, 0.0, 0.5))
+        if not self.keeps or not world.happens(0.1):
+            return
+        self.keeps = False
+        sent_s, for_s = world.now_s, world.chance.uniform(2.0, 15.0)
+        body = {"token": self.lease["token"], "reason": "lunch", "for_s": for_s}
+        path = f"/v1/leases/{self.lease['id']}/keep"
+        try:
+            status, _ = await world.network.call(self.client.name, "POST", path, body, twice=False, uid=self.client.uid)
+        except NoAnswer:
+            return
+        if status == 200:
+            world.see("kept", lease_id=self.lease["id"], sent_s=sent_s, for_s=for_s)
 
 
 class Administrator:

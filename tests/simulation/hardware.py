@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from gpulease_protocol.codec import to_json
@@ -49,6 +49,7 @@ class PlayedGpu:
     present: bool = True
     elsewhere: bool = False
     """Another daemon's worker has claimed it."""
+    utilization_ratio: float = 0.0
 
     def memory(self, pid: int) -> int:
         """What a process uses; every second one so little that only the list of processes tells of it."""
@@ -74,7 +75,7 @@ class PlayedGpu:
             name="NVIDIA H100",
             memory_total_bytes=80 * GIB,
             memory_used_bytes=sum(map(self.memory, self.processes)),
-            utilization_ratio=0.0,
+            utilization_ratio=self.utilization_ratio,
             compute_mode=self.mode,
             health=self.health,
             processes=tuple(
@@ -128,6 +129,8 @@ class PlayedNode:
         """Gone for good, with everything that ran on it."""
         self.owners: dict[int, Callable[[], None]] = {}
         """By pid of each that lives: what to do when it dies."""
+        self._whole: tuple[int | None, tuple[GpuReading, ...]] = (None, ())
+        """The last reading with processes and health, and its ticket."""
         self._starts = itertools.count(1)
         self._pids = itertools.count(100)
         self._restarted = asyncio.Event()
@@ -164,16 +167,20 @@ class PlayedNode:
         """An older worker claims no GPUs and has no address for gangs; once everything is calm, it is upgraded."""
         ticket: int | None = None
         owners: tuple[LeaseOwner, ...] = ()
-        paused, problem = False, JUST_STARTED
+        paused, problem, complete = False, JUST_STARTED, True
+        self._whole = None, ()
         drained: set[str] = set()
         while not self.down and not self._restarted.is_set() and not (self.world.calm and not self.claims):
-            begun_s, shown, others, known = self.world.now_s, (), (), ticket
+            begun_s, shown, others, known, oldest = self.world.now_s, (), (), ticket, ticket
             if problem is None:
-                shown, others = await self._read(begun_s)
+                oldest, shown, others = await self._read_all(begun_s, ticket, complete)
+            working = [gpu.uuid for gpu in shown if gpu.utilization_ratio]
             report = NodeReport(
                 worker_id=worker,
                 host=self.name,
-                ticket=known,
+                ticket=oldest,
+                seen=None if oldest == known else known,
+                reading_ticket=None if oldest == known else known,
                 problem=problem,
                 gpus=shown,
                 claimed_elsewhere=others,
@@ -191,7 +198,10 @@ class PlayedNode:
             except NoAnswer:
                 status = 0
             if status == 200:
+                if working:
+                    self.world.see("worked", gpus=working, begun_s=begun_s)
                 ticket, paused = desired["ticket"], desired.get("paused", False)
+                complete = desired.get("fresh", True)
                 owners = tuple(LeaseOwner(**owner) for owner in desired.get("owners", ()))
                 drains = {uuid for lease in desired["leases"] if lease["state"] == "ended" for uuid in lease["gpus"]}
                 if said_by_version is not in_older_words and not paused and problem is None and drains - drained:
@@ -228,6 +238,26 @@ class PlayedNode:
     def _sight(self, owner: LeaseOwner) -> OwnerReport:
         return OwnerReport(owner=owner, state=OwnerState.ALIVE if owner.pid in self.owners else OwnerState.GONE)
 
+    async def _read_all(
+        self, begun_s: float, ticket: int | None, complete: bool
+    ) -> tuple[int | None, tuple[GpuReading, ...], tuple[ClaimedGpu, ...]]:
+        """One reading of all GPUs, and the ticket of its oldest part: what the daemon has asked for is whole. Others
+        may repeat processes and health, as those of a real worker do, but not what the GPUs do."""
+        if complete or not self.world.reclaim or not self._whole[1] or self.world.chance.random() < 0.3:
+            shown, others = await self._read(begun_s)
+            self._whole = ticket, shown
+            return ticket, shown, others
+        await asyncio.sleep(self._reading_s())
+        present = [gpu for gpu in self.gpus.values() if gpu.present]
+        here = {gpu.uuid: gpu for gpu in present if not gpu.elsewhere}
+        shown = tuple(
+            replace(known, utilization_ratio=here[known.uuid].utilization_ratio)
+            for known in self._whole[1]
+            if known.uuid in here
+        )
+        others = tuple(ClaimedGpu(device=gpu.device, reason="another has it") for gpu in present if gpu.elsewhere)
+        return self._whole[0], shown, others
+
     async def _read(self, begun_s: float) -> tuple[tuple[GpuReading, ...], tuple[ClaimedGpu, ...]]:
         """One reading: somewhere between its begin and its end the hardware is looked at. Then what another daemon's
         worker has claimed."""
@@ -248,7 +278,7 @@ class PlayedNode:
         """Things that happen to hardware and workers, until everything is calm."""
         chance = self.world.chance
         while not self.world.calm:
-            await asyncio.sleep(chance.expovariate(0.4))
+            await asyncio.sleep(chance.expovariate(0.4 * self.world.faults))
             if not self.world.calm:
                 change = chance.choice(CHANGES)
                 self.world.step(f"{self.name} suffers {change}")

@@ -20,7 +20,18 @@ from sqlalchemy import Engine
 from gpulease_cli import main
 from gpulease_protocol.model import Event, Lease, LeaseState, Liveness
 from gpulease_server.api import report_body
-from gpulease_server.core import backfill, gpu_state, grant, lease, node, placement, queue, records
+from gpulease_server.core import (
+    backfill,
+    gpu_observation,
+    gpu_state,
+    grant,
+    lease,
+    node,
+    placement,
+    queue,
+    reclaim,
+    records,
+)
 from gpulease_server.core import decide as deciding
 from gpulease_server.core.draining import observe_draining
 from gpulease_server.core.ledger import Ledger
@@ -445,6 +456,63 @@ def preempt_for_others() -> Patches:
     return [(f"{CORE}.queue._start_preempting", lambda *_: None)]
 
 
+def reclaim_anyone() -> Patches:
+    """The administrator's rule covers requests of every priority."""
+
+    def for_all(demand: Any, policy: Any) -> Any:
+        return replace(demand, reclaim_idle_after_s=policy.reclaim_interactive_after_s)
+
+    return [(f"{CORE}.lease.with_reclaim_rule", for_all)]
+
+
+def reclaim_without_notice() -> Patches:
+    """Idle leases end at once."""
+    return [(f"{CORE}.reclaim._give_notice", reclaim._end)]
+
+
+def reclaim_what_works() -> Patches:
+    """What readings show of the work of a GPU does not matter."""
+    observe_idle = gpu_observation.observe_idle
+
+    def idle(turn: Turn, gpu: Any, reading: Any, known: Any, begun_at_s: float) -> Any:
+        return observe_idle(turn, gpu, replace(reading, utilization_ratio=0.0), known, begun_at_s)
+
+    return [(f"{CORE}.gpu_observation.observe_idle", idle)]
+
+
+def read_work_with_processes() -> Patches:
+    """Work is not seen in a reading that repeats the processes of an earlier one."""
+    observe_gpu = gpu_observation._observe_gpu
+
+    def of_whole(turn: Turn, gpu: Any, reading: Any, known: Any, observed_at_s: float | None, begun_at_s: float) -> Any:
+        if observed_at_s is not None and observed_at_s < begun_at_s:
+            reading = replace(reading, utilization_ratio=0.0)
+        return observe_gpu(turn, gpu, reading, known, observed_at_s, begun_at_s)
+
+    return [(f"{CORE}.gpu_observation._observe_gpu", of_whole)]
+
+
+def reclaim_what_is_kept() -> Patches:
+    """What the holder has said of idle GPUs is written down and not obeyed."""
+    return [(f"{CORE}.reclaim.kept_now", lambda *_: None)]
+
+
+def reclaim_for_no_one() -> Patches:
+    """Idle leases end while others wait, whom they would help or not."""
+    return [(f"{CORE}.reclaim.leases_to_reclaim", lambda _, idle: dict.fromkeys(idle, "others"))]
+
+
+def reclaim_all_for_one() -> Patches:
+    """All idle leases end for a request that some of them would help."""
+    choose = reclaim.leases_to_reclaim
+
+    def everything(turn: Turn, idle: Any) -> dict[str, str]:
+        chosen = choose(turn, idle)
+        return dict.fromkeys(idle, next(iter(chosen.values()))) if chosen else {}
+
+    return [(f"{CORE}.reclaim.leases_to_reclaim", everything)]
+
+
 def anyone_may_release() -> Patches:
     """Whose a lease is does not matter."""
     return [("gpulease_server.api.auth.callers.Caller.owns", lambda *_: True)]
@@ -494,6 +562,13 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         preempt_anyone,
         preempt_at_once,
         preempt_for_others,
+        reclaim_anyone,
+        reclaim_without_notice,
+        reclaim_what_works,
+        read_work_with_processes,
+        reclaim_what_is_kept,
+        reclaim_for_no_one,
+        reclaim_all_for_one,
     )
 }
 
@@ -510,6 +585,11 @@ OF_RESERVATIONS = ("grant_what_is_reserved",)
 """Those that only show where GPUs are reserved."""
 OF_PREEMPTION = ("preempt_anyone", "preempt_at_once", "preempt_for_others")
 """Those that only show where leases end for others."""
+OF_RECLAIM = (
+    *("reclaim_anyone", "reclaim_without_notice", "reclaim_what_works", "read_work_with_processes"),
+    *("reclaim_what_is_kept", "reclaim_for_no_one", "reclaim_all_for_one"),
+)
+"""Those that only show where idle GPUs are taken back."""
 OF_FAIR_SHARE = ("no_place_is_kept",)
 """Those that only show where usage orders."""
 

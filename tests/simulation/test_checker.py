@@ -356,6 +356,56 @@ def preempts_for_someone_else(run: Run) -> None:
     run.renumber()
 
 
+def reclaims(run: Run, told_s: float = 2.5, waits: str = "B") -> None:
+    """A is told that its idle GPUs are taken back for B, and they are."""
+    run.lines.append({"what": "reclaim", "at_s": 0.0, "after_s": 1.0, "notice_s": 1.0, "priority": "interactive"})
+    for line in run.lines:
+        if line.get("lease", {}).get("id") == "A":
+            line["lease"]["demand"]["priority"] = "interactive"
+    gpus, ended = ["g1", "g2"], run.log.index(run.find(kind="lease.ended", lease_id="A"))
+    taken = event("lease.reclaimed", 4.0, lease_id="A", gpus=gpus, reason=f"for {waits}: 9 readings")
+    told = event("lease.reclaim_notice", told_s, lease_id="A", gpus=gpus, reason=f"at noon, for {waits}: 5 readings")
+    run.log[ended:ended] = [told, taken]
+    run.renumber()
+
+
+def reclaims_what_did_not_agree(run: Run) -> None:
+    reclaims(run)
+    for line in run.lines:
+        if line.get("lease", {}).get("id") == "A":
+            line["lease"]["demand"]["priority"] = "normal"
+
+
+def reclaims_too_soon(run: Run) -> None:
+    reclaims(run, 3.5)
+
+
+def reclaims_after_a_restart(run: Run) -> None:
+    reclaims(run)
+    run.lines.append({"what": "started", "at_s": 3.5})
+
+
+def reclaims_what_has_worked(run: Run) -> None:
+    reclaims(run)
+    run.lines.append({"what": "worked", "gpus": ["g2"], "begun_s": 1.8, "at_s": 1.9})
+
+
+def reclaims_what_is_kept(run: Run) -> None:
+    reclaims(run)
+    run.lines.append({"what": "kept", "lease_id": "A", "sent_s": 3.0, "at_s": 3.1, "for_s": 2.0})
+
+
+def reclaims_for_no_one(run: Run) -> None:
+    reclaims(run, waits="Z")
+
+
+def reclaims_more_than_is_asked_for(run: Run) -> None:
+    reclaims(run)
+    more = event("lease.reclaimed", 4.0, lease_id="C", gpus=["g3"], reason="for B: 9 readings")
+    run.log.insert(run.log.index(run.find(kind="lease.reclaimed")) + 1, more)
+    run.renumber()
+
+
 def passes_a_higher_priority(run: Run) -> None:
     with_order(run, 1)
     run.log.remove(run.find(kind="lease.queued", lease_id="B"))
@@ -464,6 +514,13 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("only what opted in is preempted (7)", preempts_what_did_not_opt_in),
     ("nothing is preempted before the minimum (7)", preempts_too_soon),
     ("who preempts starts (7, 8)", preempts_for_someone_else),
+    ("only what agreed is taken back (7)", reclaims_what_did_not_agree),
+    ("nothing is taken back before its moment (7)", reclaims_too_soon),
+    ("nothing is taken back before its moment (7)", reclaims_after_a_restart),
+    ("what works is not taken back (7)", reclaims_what_has_worked),
+    ("what is kept is not taken back (7)", reclaims_what_is_kept),
+    ("idle GPUs are taken back for who waits, and no more than they need (8)", reclaims_for_no_one),
+    ("idle GPUs are taken back for who waits, and no more than they need (8)", reclaims_more_than_is_asked_for),
     ("what GPUs are held for keeps its place (8)", held_gpu_goes_to_another),
     ("no one is delayed by who runs ahead (8)", runs_ahead_for_too_long),
 ]
@@ -485,6 +542,15 @@ def test_a_gang_passes() -> None:
 def test_a_preemption_passes() -> None:
     run = Run()
     preempts(run)
+
+    assert check(run.log, run.lines) == []
+
+
+def test_a_reclaim_passes() -> None:
+    run = Run()
+    reclaims(run)
+    run.lines.append({"what": "worked", "gpus": ["g2"], "begun_s": 1.2, "at_s": 1.3})
+    run.lines.append({"what": "kept", "lease_id": "A", "sent_s": 1.5, "at_s": 1.6, "for_s": 2.0})
 
     assert check(run.log, run.lines) == []
 

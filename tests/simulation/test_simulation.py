@@ -12,6 +12,7 @@ from tests.simulation.mutations import (
     OF_LIMITS,
     OF_PREEMPTION,
     OF_PRIORITIES,
+    OF_RECLAIM,
     OF_RESERVATIONS,
     mutated,
 )
@@ -24,6 +25,8 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 LOOK_FIRST = {
     "preempt_anyone": 3,
     "preempt_for_others": 28,
+    "reclaim_anyone": 3,
+    "reclaim_what_is_kept": 11,
     "anyone_may_release": 2,
     "refuse_unknown_words": 2,
     "token_from_the_living": 3,
@@ -110,6 +113,16 @@ def test_every_promise_is_kept_while_leases_end_for_others() -> None:
 
 
 @pytest.mark.budget(30)
+def test_every_promise_is_kept_while_idle_gpus_are_taken_back() -> None:
+    outcome = simulate(3, steps=2000, reclaim=True)
+
+    assert outcome.complaints == [], "3 --steps 2000 --reclaim"
+    kinds = [event["kind"] for event in outcome.log]
+    happened = ("reclaim_notice", "reclaim_withdrawn", "reclaimed", "kept")
+    assert min(kinds.count(f"lease.{kind}") for kind in happened) > 0
+
+
+@pytest.mark.budget(30)
 def test_every_promise_is_kept_where_usage_orders() -> None:
     outcome = simulate(2, steps=600, fair_share=True)
 
@@ -140,6 +153,7 @@ def place_of(name: str) -> dict[str, bool]:
         "fair_share": name in OF_FAIR_SHARE,
         "reservations": name in OF_RESERVATIONS,
         "preemption": name in OF_PREEMPTION,
+        "reclaim": name in OF_RECLAIM,
     }
 
 
@@ -182,6 +196,15 @@ def test_every_promise_is_kept_with_preemption_for_long(seed: int) -> None:
     outcome = simulate(seed, preemption=True)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed} --preemption"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2400, 2430))
+def test_every_promise_is_kept_with_reclaim_for_long(seed: int) -> None:
+    outcome = simulate(seed, reclaim=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --reclaim"
 
 
 @pytest.mark.soak

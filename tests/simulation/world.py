@@ -68,6 +68,9 @@ MAX_QUEUED = 20
 """Requests of one user that may wait: more than those of all others together."""
 PREEMPT_AFTER_S = 3.0
 """For so long a lease holds its GPUs at least before it is preempted."""
+RECLAIM_AFTER_S, RECLAIM_NOTICE_S, RECLAIM_CHECK_S = 1.5, 3.2, 0.5
+"""After so much idle time GPUs are taken back, so long after a notice; and how often that is looked at. The notice is
+longer than any `ttl_s` there."""
 CALM_S = 200.0
 """How long everyone has to be served once nothing fails any more."""
 MAX_CALM_STEPS = 4000
@@ -112,18 +115,18 @@ class PlayedStore(Store):
     def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
         """Commit a turn, if nothing comes between."""
         world = self.world
-        if world.now_s < world.full_until_s or world.happens(0.004):
+        if world.now_s < world.full_until_s or world.happens(0.004 * world.faults):
             world.step("commit fails")
             raise StoreFailed("the disk is full")
-        if world.happens(0.01):
+        if world.happens(0.01 * world.faults):
             world.kill("before the commit")
             raise Killed
         super().write(changes, ledger)
         world.step("commit")
-        if world.happens(0.01):
+        if world.happens(0.01 * world.faults):
             world.kill("after the commit")
             raise Killed
-        if world.happens(0.003):
+        if world.happens(0.003 * world.faults):
             world.step("commit is said to have failed")
             raise StoreFailed("the connection was lost during COMMIT")
 
@@ -171,7 +174,9 @@ class World:
     asks for single GPUs, on one node; only the daemon and the network fail. With `reservations` an administrator
     reserves GPUs for one of two users, and a part of the requests declares a time. With `preemption` most requests are
     of priority scavenge, hold their GPUs for long, and end for others; no one sets the clock, because a restart would
-    take the jump for time that they were held."""
+    take the jump for time that they were held. With `reclaim` most requests are of priority interactive, hold their
+    GPUs for long, work now and then, and give them back while idle; no one sets the clock, because a restart takes what
+    is kept for shorter then."""
 
     def __init__(
         self,
@@ -186,6 +191,7 @@ class World:
         fair_share: bool = False,
         reservations: bool = False,
         preemption: bool = False,
+        reclaim: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
@@ -204,8 +210,14 @@ class World:
             preemption=preemption,
             preempt_after_s=PREEMPT_AFTER_S,
             preempt_notice_s=1.0,
+            reclaim_interactive_after_s=RECLAIM_AFTER_S if reclaim else 0.0,
+            reclaim_notice_s=RECLAIM_NOTICE_S,
         )
         self.preemption = preemption
+        self.reclaim = reclaim
+        self.faults = 0.25 if reclaim else 1.0
+        """How many faults of the daemon, its disk and the hardware there are, of the usual ones. A notice outlives none
+        of them."""
         self.priorities = priorities
         self.fair_share = fair_share
         self.trace: list[str] = []
@@ -225,7 +237,7 @@ class World:
             (("a", 4),)
             if fair_share
             else (("a", 4), ("b", 2))
-            if preemption
+            if preemption or reclaim
             else (("a", 4), ("b", 2), ("c", 2), *((("d", 4), ("e", 4)) if gangs else ()))
         )
         self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in sizes}
@@ -233,7 +245,7 @@ class World:
         self.debts = PlayedDebts(self)
         homes = (
             [node for node in self.nodes.values() for _ in range(2)]
-            if clients and not (gangs or fair_share or preemption)
+            if clients and not (gangs or fair_share or preemption or reclaim)
             else []
         )
         self.owners = [PlayedOwner(self, f"o{number}", node) for number, node in enumerate(homes)]
@@ -315,7 +327,7 @@ class World:
     async def _operate(self) -> None:
         """Kill the daemon now and then, hold it up, set the clock, and start it again whenever it is down."""
         while not self.calm:
-            await asyncio.sleep(self.chance.expovariate(0.5))
+            await asyncio.sleep(self.chance.expovariate(0.5 * self.faults))
             what = self.chance.choice(("kill", "stall", "clock", "full", "nothing", "nothing"))
             if what == "kill":
                 self.kill("at a random instant")
@@ -325,7 +337,7 @@ class World:
             elif what == "full":
                 self.full_until_s = self.now_s + self.chance.uniform(0.2, 5.0)
                 self.step("the disk is full")
-            elif what == "clock" and not self.preemption:
+            elif what == "clock" and not (self.preemption or self.reclaim):
                 self.set_clock(self.chance.choice((-3600.0, 3600.0, 0.0, self.chance.randrange(-10, 10) / 2)))
 
     async def _keep_up(self) -> None:
@@ -351,6 +363,8 @@ class World:
         sets = 1 + math.ceil(math.log2(len(self.nodes)))
         if self.preemption:
             self.see("preemption", after_s=PREEMPT_AFTER_S)
+        if self.reclaim:
+            self.see("reclaim", after_s=RECLAIM_AFTER_S, notice_s=RECLAIM_NOTICE_S, priority="interactive")
         # Who may not have reserved GPUs may be passed by all who may; no one passes who has had others end.
         self.see(
             "order of others" if self.reservations or self.preemption else "order",
@@ -363,7 +377,7 @@ class World:
         if not self.fair_share:
             self.spawn(Attacker(self).run())
         waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in (*self.clients, *self.owners)}
-        if not (self.fair_share or self.preemption):
+        if not (self.fair_share or self.preemption or self.reclaim):
             waiting.add(self.spawn(Administrator(self).run()))
         if self.reservations:
             waiting.add(self.spawn(Reserver(self).run()))
@@ -439,6 +453,7 @@ class World:
             stack.enter_context(mock.patch.dict(user_names._cache, names))
             stack.enter_context(mock.patch("gpulease_server.core.ledger.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))
             stack.enter_context(mock.patch(f"{STORE}.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))
+            stack.enter_context(mock.patch("gpulease_server.core.reclaim.CHECK_S", RECLAIM_CHECK_S))
             logging.disable(logging.CRITICAL)
             stack.callback(logging.disable, logging.NOTSET)
             yield
