@@ -10,6 +10,7 @@ from gpulease_protocol.model import JobState, Lease, LeaseState, Priority
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core.policy import Policy
 from tests.core.build import World, gpu
+from tests.core.test_arrays import submit
 from tests.core.test_reclaim import AFTER_S, NOTICE_S, SLACK_S, ended, holds, kinds, works, world
 
 
@@ -45,6 +46,26 @@ def test_what_is_left_of_a_lease_serves_the_next_request() -> None:
     assert [here.now_of(one).state for one in waits] == [LeaseState.ACTIVE] * 2
     assert ended(here, large)
     assert kinds(here, small) == []
+
+
+def test_a_limit_counts_those_who_are_helped() -> None:
+    here = world(2)
+    leases = [holds(here), holds(here)]
+    here.limit("bob", max_gpus=1)
+    waits = [here.lease(1, ttl_s=1e6, user="bob") for _ in range(2)]
+    here.pass_time(AFTER_S + NOTICE_S + 3 * SLACK_S)
+    assert [ended(here, one) for one in leases] == [True, False]
+    assert [here.now_of(one).state for one in waits] == [LeaseState.ACTIVE, LeaseState.QUEUED]
+    assert kinds(here, leases[1]) == []
+
+
+def test_the_limit_of_an_array_counts_those_who_are_helped() -> None:
+    here = world(3)
+    leases = [holds(here), holds(here)]
+    works(here, 2, 1.0)
+    submit(here, count=4, at_most=2)
+    here.pass_time(AFTER_S + SLACK_S)
+    assert [kinds(here, one) for one in leases] == [["reclaim_notice"], []], "one of them runs, and one more may"
 
 
 def test_of_several_leases_that_a_request_needs_none_ends_before_the_moment_of_all_has_come() -> None:

@@ -148,13 +148,16 @@ def gpus_to_have(
     now: Instant,
     most_gpus: int | None,
     counting: Callable[[list[GpuRecord]], list[GpuRecord]],
+    only: Collection[str] | None = None,
 ) -> list[GpuRecord] | None:
     """GPUs that the demand could have, of so many nodes as it asks for that have enough of those that count, and do not
     go too soon; None where there are none. `counting`: those of a node's candidates that count; `most_gpus`: what a
-    grant may take in all."""
+    grant may take in all; `only`: the nodes that have GPUs that count, where that is known."""
     for nodes in find_candidates(ledger, demand).by_model.values():
         enough: dict[str, list[list[GpuRecord]]] = {}
         for node, uuids in nodes.items():
+            if only is not None and node not in only:
+                continue
             reach = reach_of(ledger, demand, node)
             if reach is None or (most_gpus is not None and grant_size(demand, uuids) > most_gpus):
                 continue

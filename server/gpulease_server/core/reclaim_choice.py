@@ -5,7 +5,8 @@ do. GPUs come by themselves that are free, drain, or are of a job that is being 
 pauses, and what waits for others' GPUs too is not helped: an end would be for nothing.
 
 Each GPU counts for one request, in the queue's order: what one takes is not there for the next, and the next may have
-what is left of a lease that ends for one before it.
+what is left of a lease that ends for one before it. The same holds for the limits of a user or group, and for that of
+an array of jobs.
 
 | a GPU of an idle lease does not count | because |
 |---|---|
@@ -17,11 +18,12 @@ that one (`core.backfill`) |
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from gpulease_protocol.model import JobState
+from gpulease_protocol.model import Job, JobState
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import is_eligible, min_gpus_of
 from gpulease_server.core.gpu import conflicting_processes
@@ -66,6 +68,8 @@ def leases_to_reclaim(turn: Turn, idle: Mapping[str, IdleTime]) -> dict[str, str
         limited = _demand_by_then(turn, choice.reservations, record)
         if len(choice.chosen) == len(pool) or looks >= MAX_DEMANDS:
             break
+        if choice.is_array_full(record):
+            continue
         if limited in unhelped or choice.of_pool.keys().isdisjoint(find_candidates(ledger, limited.demand).uuids):
             continue
         looks += 1
@@ -109,6 +113,8 @@ class Choice:
     """GPUs that the requests get which are helped."""
     held: set[str] = field(default_factory=set)
     """GPUs of idle leases that would be held for requests which are not helped."""
+    starting: Counter[str] = field(default_factory=Counter)
+    """By array, the jobs that are helped, or have what they need."""
 
     def __post_init__(self) -> None:
         leases = [self.reservations.ledger.leases[lease_id].lease for lease_id in self.pool]
@@ -117,45 +123,69 @@ class Choice:
     def add(self, record: LeaseRecord, limited: LimitedDemand) -> bool:
         """Choose the leases for a request, as few as it needs; True where it is helped."""
         coming = self._coming(record, limited)
-        if self._gpus_for(record, limited, coming, ()) is not None:
+        nodes = {self.reservations.ledger.gpus[uuid].device.node for uuid in coming}
+
+        def gpus_once(ended: Collection[str]) -> list[GpuRecord] | None:
+            """GPUs that suffice for it once these leases have ended; None where there are none."""
+            from_leases = {"", *ended}
+            return gpus_to_have(
+                self.reservations.ledger,
+                limited.demand,
+                self.reservations.now,
+                limited.most_gpus,
+                lambda gpus: [gpu for gpu in gpus if coming.get(gpu.device.uuid) in from_leases],
+                only=nodes,
+            )
+
+        if (gpus := gpus_once(())) is not None:
+            self._note_start(record, gpus)
             return False
-        if self._gpus_for(record, limited, coming, self.pool) is None:
+        if gpus_once(self.pool) is None:
             self.held |= self._held_once_free(record, limited)
             return False
         left, more = [lease_id for lease_id in self.pool if lease_id not in self.chosen], list[str]()
-        while (gpus := self._gpus_for(record, limited, coming, [*self.chosen, *more])) is None:
+        while (gpus := gpus_once([*self.chosen, *more])) is None:
             more.append(left[len(more)])
         for lease_id in reversed(more[:-1]):
             fewer = [one for one in more if one != lease_id]
-            if (of_fewer := self._gpus_for(record, limited, coming, [*self.chosen, *fewer])) is not None:
+            if (of_fewer := gpus_once([*self.chosen, *fewer])) is not None:
                 more, gpus = fewer, of_fewer
         self.chosen |= dict.fromkeys(more, record.lease.id)
         self.taken.update(gpu.device.uuid for gpu in gpus)
+        self._note_start(record, gpus)
         return True
 
-    def _gpus_for(
-        self, record: LeaseRecord, limited: LimitedDemand, coming: Mapping[str, str], ended: Collection[str]
-    ) -> list[GpuRecord] | None:
-        """GPUs that suffice for a request once these leases have ended; None where there are none."""
-        from_leases = {"", *ended}
+    def is_array_full(self, record: LeaseRecord) -> bool:
+        """True where jobs of its array before it take up what the limit of that leaves."""
+        ledger, job = self.reservations.ledger, self._job(record)
+        if job is None or job.array_id is None or job.array_at_most is None:
+            return False
+        return ledger.job_index.running_in_array[job.array_id] + self.starting[job.array_id] >= job.array_at_most
 
-        def counting(gpus: list[GpuRecord]) -> list[GpuRecord]:
-            return [gpu for gpu in gpus if coming.get(gpu.device.uuid) in from_leases]
+    def _note_start(self, record: LeaseRecord, gpus: Collection[GpuRecord]) -> None:
+        """Count a request that is to start for its limits."""
+        self.reservations.users.keep_all(record.lease, len(gpus))
+        job = self._job(record)
+        if job is not None and job.array_id is not None:
+            self.starting[job.array_id] += 1
 
-        most_gpus = self.reservations.users.gpus_left(record.lease)
-        return gpus_to_have(self.reservations.ledger, limited.demand, self.reservations.now, most_gpus, counting)
+    def _job(self, record: LeaseRecord) -> Job | None:
+        known = self.reservations.ledger.live_jobs.get(record.lease.job_id or "")
+        return None if known is None else known.job
 
     def _coming(self, record: LeaseRecord, limited: LimitedDemand) -> dict[str, str]:
         """The GPUs that a request may have, by UUID: the idle lease that would have to end, or nothing where a GPU
         comes by itself."""
         found, reservations, lease_id = dict[str, str](), self.reservations, record.lease.id
+        gpus = reservations.ledger.gpus
         for uuid in find_candidates(reservations.ledger, limited.demand).uuids:
+            if (of_lease := self._comes_from(gpus[uuid])) is None:
+                continue  # as nearly always
             if uuid in limited.closed or uuid in self.taken or uuid in self.held:
                 continue
             if reservations.by_uuid.get(uuid, reservations.lent.get(uuid, lease_id)) != lease_id:
                 continue
-            gpu = reservations.ledger.gpus[uuid]
-            if (of_lease := self._comes_from(gpu)) is not None and self._can_use(limited, gpu):
+            if self._can_use(limited, gpus[uuid]):
                 found[uuid] = of_lease
         return found
 
