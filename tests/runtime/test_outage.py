@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from gpulease_protocol.errors import GpuleaseError, LeaseLost, StaleToken, Unavailable
 from gpulease_protocol.model import Lease, LeaseState
-from gpulease_server.core.happenings import WaiterPolled
-from gpulease_server.runtime import ids
+from gpulease_server.core.happenings import KeepRequested, WaiterPolled
+from gpulease_server.core.kept_leases import kept_now
+from gpulease_server.core.records import Instant
+from gpulease_server.runtime import clock, ids
 from gpulease_server.runtime.submissions import SubmissionQueue
 from gpulease_server.runtime.writer import MAX_TURN, Writer
 from gpulease_server.store.database import upgrade
@@ -80,6 +83,32 @@ def test_who_was_not_in_the_failed_turn_hears_that_nothing_was_done(run: Callabl
         await recovered(writer)
         await report(writer)
         assert not writer.committed.leases, "somebody was told that nothing was done, and it was done"
+
+    run(body)
+
+
+def test_a_step_of_the_wall_clock_in_an_outage_changes_nothing_of_what_is_kept(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        lease = await granted(writer)
+        kept = KeepRequested(
+            cause="keep", lease_id=lease.id, fencing_token=lease.fencing_token, reason="lunch", for_s=600.0
+        )
+        assert isinstance(await writer.submit(kept), Lease)
+        honest = clock.now
+
+        def put_forward() -> Instant:
+            now = honest()
+            return Instant(at=now.at + timedelta(hours=1), mono_s=now.mono_s)
+
+        monkeypatch.setattr(clock, "now", put_forward)
+        store.fates = [Fate.FAILED]
+        with pytest.raises(Unavailable):
+            await writer.submit(ask("k"))
+        await recovered(writer)
+        assert kept_now(writer.committed.leases[lease.id], clock.now()) is not None
 
     run(body)
 

@@ -165,6 +165,15 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
             ledger.draining_since[gpu.device.uuid] = now.mono_s
 
 
+def carry_keeps(ledger: Ledger, before: Ledger) -> None:
+    """Let idle GPUs be kept on purpose until the moment that this process has promised, whatever the wall clock shows.
+    Before `reset_deadlines`, which has only that clock to go by."""
+    for known in before.leases.values():
+        record = ledger.leases.get(known.lease.id)
+        if known.kept_until_s is not None and record is not None and record.lease.kept == known.lease.kept:
+            ledger.apply(replace(record, kept_until_s=known.kept_until_s))
+
+
 def _until_reserved_s(ledger: Ledger, lease: Lease, now: Instant) -> float:
     """What is left until a window of someone else begins on a GPU of a lease; not less than 0."""
     group = ledger.limits.group_of.get(lease.holder.user)

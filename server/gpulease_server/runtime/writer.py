@@ -27,6 +27,7 @@ from gpulease_server.runtime.outage import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
     Outage,
+    carry_keeps,
     copy_ledger,
     refuse_older_copy,
     reset_deadlines,
@@ -387,6 +388,7 @@ class Writer:
     def _publish_loaded(self, ledger: Ledger) -> None:
         """Go on with a ledger that was loaded, and wake every waiter."""
         moment = clock.now()
+        carry_keeps(ledger, self.committed)
         reset_deadlines(ledger, moment)
         self._ledger, self.committed, self.has_loaded = ledger, copy_ledger(ledger), True
         self.metrics.reset_usage(ledger, moment)
