@@ -42,6 +42,9 @@ def is_read_at_start(environment: Mapping[str, str]) -> bool:
 class DaemonProcess:
     """`gpulease serve` on a directory. Can be killed and started again on the same port."""
 
+    forked: Callable[..., None] | None = None
+    """What a process does that is forked, where that is not `tests.imported_program.run`."""
+
     def __init__(self, data_dir: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         self.data_dir = data_dir
         self.environment = environment or {}
@@ -80,7 +83,7 @@ class DaemonProcess:
         environment |= self.environment
         program = [sys.executable, "-m", "gpulease_cli"]
         if self.command[:3] == program and not is_read_at_start(self.environment):
-            self.process = ForkedProgram(self.command[3:], environment, self.output)
+            self.process = ForkedProgram(self.command[3:], environment, self.output, target=self.forked)
         else:
             with self.output.open("ab") as output:
                 self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environment)

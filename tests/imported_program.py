@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -36,11 +36,18 @@ class ForkedProgram:
     """The part of `subprocess.Popen` that tests use, for a program that was forked."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path | None = None
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path | None = None,
+        *,
+        target: Callable[..., None] | None = None,
     ) -> None:
+        """`target`: what runs in place of `run`, with its arguments."""
         files = (str(output), str(errors or output))
         self._process: ForkServerProcess = CONTEXT.Process(
-            target=run, args=(list(arguments), dict(environment), files, os.getcwd()), daemon=True
+            target=target or run, args=(list(arguments), dict(environment), files, os.getcwd()), daemon=True
         )
         self._process.start()
 

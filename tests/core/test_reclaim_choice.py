@@ -126,6 +126,19 @@ def test_a_gpu_that_would_be_held_for_an_older_request_helps_no_newer_one(max_by
     assert kinds(here, lease) == ([] if max_bypass == 0 else ["reclaim_notice"])
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_gang_that_could_not_start_anyway_keeps_no_newer_request_from_being_helped(is_there: bool) -> None:
+    here = World(policy=Policy(reclaim_notice_s=NOTICE_S, max_bypass=0)).node("a", gpus=1).node("b", gpus=1)
+    works(here, 0, 0.0, "a")
+    works(here, 0, 1.0, "b")
+    lease = holds(here, node="a")
+    here.lease(1, ttl_s=1e6, node="b")
+    here.lease(1, ttl_s=1e6, nodes=2)
+    here.lease(1, ttl_s=1e6)
+    here.pass_time(AFTER_S + SLACK_S, silent=() if is_there else ("b",))
+    assert kinds(here, lease) == ([] if is_there else ["reclaim_notice"])
+
+
 def test_where_an_older_request_has_gpus_held_on_another_node_a_newer_one_is_helped() -> None:
     here = World(policy=Policy(reclaim_notice_s=NOTICE_S, max_bypass=1))
     for node in ("a", "b"):

@@ -7,15 +7,7 @@ from typing import Any
 
 from tests.daemon import PATIENT, DaemonProcess, events
 from tests.system.hardware import Hardware
-
-
-class ShortReclaim(DaemonProcess):
-    """A daemon that takes back what is idle for half a second."""
-
-    @property
-    def command(self) -> list[str]:
-        whole = super().command
-        return [whole[0], "-m", "tests.system.short_reclaim", *whole[3:]]
+from tests.system.short_reclaim import ShortReclaim
 
 
 def take(running: DaemonProcess, uuid: str) -> dict[str, Any]:

@@ -224,6 +224,8 @@ class Choice:
             found[node] = needed - len(own) - len(idle), idle
             if own:
                 lacking[node] = needed - len(own)
+        if len(found) < demand.nodes:
+            return set()  # nothing is held for a gang that could not start
         enough = demand.nodes == 1 and len(lacking) >= most
         worst = max(lacking.values(), default=0)
         return {uuid for lacks, idle in found.values() if not enough or lacks <= worst for uuid in idle}
