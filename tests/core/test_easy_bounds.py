@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.model import JobState, LeaseState
+from gpulease_protocol.model import JobState, LeaseState, Priority
 from gpulease_server.core import easy_backfill
 from gpulease_server.core.policy import Policy
 from tests.core.build import World, gpu, uuid
@@ -226,6 +226,27 @@ def test_a_job_that_is_being_stopped_is_waited_for_no_longer() -> None:
     give_back(world, before)
     world.ended(job)
     assert is_active(world, first) == [True]
+
+
+@pytest.mark.parametrize(("minutes", "starts"), [(8, True), (12, False)])
+def test_a_lease_that_may_be_preempted_is_waited_for_until_then(minutes: int, *, starts: bool) -> None:
+    """It would end for the first, but not while what runs ahead keeps that from starting all the same."""
+    world = World(policy=Policy(max_bypass=0, easy_backfill=True, preemption=True, preempt_after_s=600.0)).node(gpus=4)
+    listed(world, 3, time_s=20 * HOUR_S, user="bob", priority=Priority.SCAVENGE)
+    first = ask(world, 4, user="ann")
+
+    ahead = ask(world, time_s=60.0 * minutes, user="eve")
+
+    assert is_active(world, first, ahead) == [False, starts]
+
+
+def test_a_lease_that_gives_idle_gpus_back_is_not_waited_for() -> None:
+    """It may do so for the first at any moment, but not for one that also waits for what runs ahead."""
+    world = world_of(easy_backfill=True, max_bypass=0)
+    listed(world, 3, time_s=20 * HOUR_S, user="bob", reclaim_idle_after_s=HOUR_S)
+    first = ask(world, 4, user="ann")
+
+    assert is_active(world, first, ask(world, time_s=HOUR_S, user="eve")) == [False, False]
 
 
 def test_one_that_ran_ahead_and_is_revived_opens_nothing() -> None:

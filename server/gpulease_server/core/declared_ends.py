@@ -44,9 +44,12 @@ def is_closed_before_free(
 
 def free_at_s(ledger: Ledger, gpu: GpuRecord, now: Instant) -> float:
     """Before this time a GPU is not free, unless its holder gives it back; now where that is not known, and where it is
-    being given back: its lease ends for a request (`core.preemption`), or its job is being stopped."""
+    being given back: its lease ends for a request (`core.preemption`) or may end when idle (`core.reclaim`), or its job is
+    being stopped."""
     record = ledger.leases.get(gpu.lease_id or "")
     if record is None or gpu.draining or record.lease.state is not LeaseState.ACTIVE:
+        return now.mono_s
+    if record.lease.demand.reclaim_idle_after_s is not None:
         return now.mono_s
     job = ledger.live_jobs.get(record.lease.job_id or "")
     if record.lease.id in ledger.preempting or (job is not None and job.job.state is JobState.STOPPING):

@@ -13,6 +13,8 @@ meantime (`core.easy_backfill`) on the early one. What is not known is early *no
 | the same, and it ran ahead of the request | now: it is not to be waited for in turn | `settling_s` after that |
 | the same, of the user who is to run ahead | now: they may give it back at once | `settling_s` after that |
 | the same, and it is to end for a request (`core.preemption`) | now | `settling_s` after that |
+| the same, and it may be made to: it is of priority scavenge | it has its GPUs for `preempt_after_s` | as without |
+| the same, and it gives idle GPUs back (`core.reclaim`) | now: it may be idle from now on | `settling_s` after that |
 | the same, of a job that is being stopped | now: it has been given back already | `settling_s` after that |
 | draining | now | `2 * retained_memory_s` after the end of its lease; beyond that not known |
 | leased without a time, or for longer than it could be | now | not known |
@@ -33,6 +35,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates, gpus_needed, has_enough, lacks_memory, reach_of
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
+from gpulease_server.core.token_budgets import held_s
 
 JOB_START_S = 150.0
 """What passes from the grant to the start of a job, from which its time counts, at most: a session is opened, the
@@ -63,7 +66,11 @@ def earliest_s(
         return now.mono_s
     if record.lease.id in ledger.ran_ahead and (record.granted_at_s or now.mono_s) >= waiting.requested_at_s:
         return now.mono_s
-    return free_at_s(ledger, gpu, now)
+    free_s = free_at_s(ledger, gpu, now)
+    if reservations.policy.preemption and record.lease.id in ledger.preemptible:
+        preemptible_s = now.mono_s - held_s(record, now) + reservations.policy.preempt_after_s
+        return min(free_s, max(preemptible_s, now.mono_s))
+    return free_s
 
 
 def latest_s(reservations: Reservations, demand: Demand, gpu: GpuRecord) -> float | None:
