@@ -38,7 +38,7 @@ import bisect
 import datetime
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ MAX_AGE_S = 0.5
 DRAINED_S = 60.0
 """A GPU on which nothing of its lease is left drains no longer than this, whatever process has its device file open."""
 NEVER = float("inf")
+LAST_READINGS_S = 3.0
+"""What the daemon knows of a GPU is of a reading that is no older, if it grants others of that node."""
 MOST_ASKED = 4
 """GPUs that one request asks for, at most."""
 
@@ -835,47 +837,104 @@ def held_places_are_kept(seen: Seen) -> Iterator[str]:
             now.places.clear()
 
 
-def no_one_is_delayed_by_who_runs_ahead(seen: Seen) -> Iterator[str]:  # noqa: C901 - one case for each event
+@dataclass
+class KnownEnds:
+    """From when on the GPUs of a node may serve a request, as the log goes on. Only what is certain is known."""
+
+    seen: Seen
+    users: dict[str, str | None] = field(default_factory=dict)
+    times: dict[str, float | None] = field(default_factory=dict)
+    """By lease, the time that it has declared."""
+    held: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """By GPU, the lease that has it, and since when."""
+    passed: dict[str, set[str]] = field(default_factory=dict)
+    """By lease, those that it ran ahead of."""
+    nodes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By node, its GPUs that were ever clean."""
+    out_of_use: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for line in self.seen.of["reading"]:
+            self.nodes[line["node"]] |= set(line["free"])
+        for lease in [lease for _, lease in self.seen.answers()] + [line["lease"] for line in self.seen.of["listed"]]:
+            if "demand" in lease:
+                self.times[lease["id"]] = lease["demand"].get("time_s")
+                self.users[lease["id"]] = lease.get("holder", {}).get("user")
+
+    def take(self, event: Line) -> None:
+        """Go on by one event."""
+        lease, kind = event["lease_id"], event["kind"]
+        if kind in ("gpu.unhealthy", "gpu.prohibited", "gpu.cordoned"):
+            self.out_of_use.update(event["gpus"])
+        elif kind in ("lease.granted", "lease.revived", "lease.ended"):
+            self.held = {gpu: one for gpu, one in self.held.items() if one[0] != lease}
+            self.passed.pop(lease, None)
+        if kind in ("lease.granted", "lease.revived"):
+            now_s = max(self.seen.moments(event), default=NEVER)
+            self.held |= dict.fromkeys(event["gpus"], (lease, now_s))
+            self.passed[lease] = set(runs_ahead_of(event))
+
+    def free_from(self, event: Line, older: str, now_s: float, waiting: Collection[str]) -> list[float]:
+        """From when on GPUs of the node of a grant may serve an older request, but for those of the grant: now where
+        they are clean, leased without a time or to one that ran ahead of it too, or to the user of the grant, while
+        others wait. By its time alone a lease ends as long as no restart has given it more."""
+        granted, found = event["lease_id"], list[float]()
+        user = self.users.get(granted)
+        others_wait = any(self.users.get(lease) not in (None, user) for lease in waiting)
+        started_s = max((one["at_s"] for one in self.seen.of["started"] if one["at_s"] <= now_s), default=0.0)
+        clean = self._surely_clean(event, now_s) - self.out_of_use
+        for gpu in self.nodes[event["node"]] - set(event["gpus"]):
+            lease, since_s = self.held.get(gpu, ("", 0.0))
+            if not lease:
+                found += [now_s] if gpu in clean else []
+            elif lease in self.times and gpu not in self.out_of_use:
+                time_s = self.times[lease]
+                own = others_wait and user is not None and self.users.get(lease) == user
+                if time_s is None or own or (since_s > started_s and older in self.passed.get(lease, ())):
+                    found.append(now_s)
+                elif since_s > started_s:
+                    found.append(since_s + time_s)
+        return sorted(found)
+
+    def _surely_clean(self, event: Line, now_s: float) -> set[str]:
+        """The GPUs that are clean by each reading that the daemon may have last had of the node."""
+        if len(self.seen.moments(event)) != 1:
+            return set()
+        since_s = now_s - LAST_READINGS_S
+        readings = [line for line in self.seen.of["reading"] if line["node"] == event["node"]]
+        recent = [set(line["free"]) for line in readings if since_s <= line["begun_s"] <= now_s]
+        return set.intersection(*recent) if recent else set()
+
+
+def runs_ahead_of(event: Line) -> list[str]:
+    """The requests that a grant runs ahead of, as the log says."""
+    return re.findall(r"(lease-\w+|[A-Z])\b", (event["reason"] or "").partition("runs ahead of ")[2])
+
+
+def no_one_is_delayed_by_who_runs_ahead(seen: Seen) -> Iterator[str]:
     """A grant that the log says runs ahead of others, and does not delay them, ends by its declared time before as many
-    GPUs of its node are free as they ask for. Only what is certain is judged: leases count that declared a time and
-    that no restart has given more."""
-    queue, held, nodes = Queued(seen), dict[str, tuple[str, float, float]](), defaultdict[str, set[str]](set)
-    shown = [lease for _, lease in seen.answers()] + [line["lease"] for line in seen.of["listed"]]
-    out_of_use = set[str]()
-    times = {lease["id"]: lease["demand"].get("time_s") for lease in shown if "demand" in lease}
-    for line in seen.of["reading"]:
-        nodes[line["node"]] |= set(line["free"])
+    GPUs of its node may be free as they ask for."""
+    queue, known = Queued(seen), KnownEnds(seen)
     for event in seen.log:
+        granted, taken = event["lease_id"], set(event["gpus"])
         if event["kind"] == "lease.queued":
-            queue.waiting[event["lease_id"]] = event
+            queue.waiting[granted] = event
         elif event["kind"] in ("lease.granted", "lease.revived", "lease.ended"):
-            queue.waiting.pop(event["lease_id"], None)
-            held = {gpu: one for gpu, one in held.items() if one[0] != event["lease_id"]}
-        elif event["kind"] in ("gpu.unhealthy", "gpu.prohibited", "gpu.cordoned"):
-            out_of_use.update(event["gpus"])
+            queue.waiting.pop(granted, None)
+        known.take(event)
         if event["kind"] not in ("lease.granted", "lease.revived"):
             continue
-        granted, taken = event["lease_id"], set(event["gpus"])
-        now_s, time_s = max(seen.moments(event), default=NEVER), times.get(granted)
-        nodes[event["node"]] |= taken
-        named = re.findall(r"(lease-\w+|[A-Z])\b", (event["reason"] or "").partition("runs ahead of ")[2])
-        starts = max((one["at_s"] for one in seen.of["started"] if one["at_s"] <= now_s), default=0.0)
-        ends = {
-            gpu: end_s if since_s > starts and gpu not in out_of_use else NEVER
-            for gpu, (_, since_s, end_s) in held.items()
-            if gpu in nodes[event["node"]]
-        }
-        for older in named:
+        now_s, time_s = max(seen.moments(event), default=NEVER), known.times.get(granted)
+        for older in runs_ahead_of(event):
             count = queue.demands.get(older, {}).get("count")
             if older not in queue.waiting or time_s is None:
                 yield f"seq {event['seq']}: {granted} is said to run ahead of {older}, with a time of {time_s}"
-            elif count is not None and len(event["gpus"]) <= len(taken & nodes[event["node"]]):
-                known = sorted([now_s for _ in taken] + [end_s for end_s in ends.values() if end_s < NEVER])
-                served_s = known[count - 1] if count <= len(known) else NEVER
+            elif count is not None and taken <= known.nodes[event["node"]]:
+                free_s = sorted([now_s for _ in taken] + known.free_from(event, older, now_s, queue.waiting))
+                served_s = free_s[count - 1] if count <= len(free_s) else NEVER
                 if now_s + time_s > served_s + seen.tolerance_s:
                     in_s = served_s - now_s
-                    yield f"seq {event['seq']}: {granted} of {time_s} s keeps GPUs that {older} has in {in_s} s"
-        held |= dict.fromkeys(taken, (granted, now_s, NEVER if time_s is None else now_s + time_s))
+                    yield f"seq {event['seq']}: {granted} of {time_s} s keeps GPUs that {older} may have in {in_s} s"
 
 
 WAITS_FOR = re.compile(r"^for (\S+) of user ")

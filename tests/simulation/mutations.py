@@ -441,6 +441,11 @@ def run_ahead_of_all() -> Patches:
     return [(f"{CORE}.easy_backfill.serves_s", lambda *_: float("inf"))]
 
 
+def run_ahead_of_own_ends() -> Patches:
+    """Who runs ahead counts on ends of leases that they could give back at once."""
+    return [(f"{CORE}.easy_backfill.EasyBackfill._at_once", lambda *_: ())]
+
+
 def preempt_anyone() -> Patches:
     """Leases end for others that have not opted in."""
     return [(f"{CORE}.ledger.is_preemptible", lambda _: True)]
@@ -559,6 +564,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         always_by_age,
         no_place_is_kept,
         run_ahead_of_all,
+        run_ahead_of_own_ends,
         preempt_anyone,
         preempt_at_once,
         preempt_for_others,
@@ -577,9 +583,16 @@ OF_GANGS = ("one_node_fewer", "look_at_one_node", "token_for_each_node", "end_on
 """Faults that only show where there are gangs."""
 
 
-OF_PRIORITIES = ("any_order", "never_the_oldest", "always_by_age", "interactive_without_limit", "run_ahead_of_all")
+OF_PRIORITIES = (
+    "any_order",
+    "never_the_oldest",
+    "always_by_age",
+    "interactive_without_limit",
+    "run_ahead_of_all",
+    "run_ahead_of_own_ends",
+)
 """Faults that only show where there are requests of several priorities."""
-OF_LIMITS = ("grant_over_limits", "interactive_without_limit")
+OF_LIMITS = ("grant_over_limits", "interactive_without_limit", "run_ahead_of_own_ends")
 """Those that only show where limits are set."""
 OF_RESERVATIONS = ("grant_what_is_reserved",)
 """Those that only show where GPUs are reserved."""

@@ -453,18 +453,39 @@ def held_gpu_goes_to_another(run: Run, *, had: int = 3) -> None:
     run.renumber()
 
 
-def runs_ahead_for_too_long(run: Run) -> None:
-    """Z has one of two GPUs until far behind the end of the lease on the other, and B waits for both."""
+def _run_ahead(run: Run, time_s: float, *, a_time_s: float | None, users: str = "abz") -> None:
+    """A has g1 for so long, and B waits for two GPUs. Z gets g2 meanwhile. `users`: whose A, B and Z are."""
+    asks: dict[str, Line] = {"A": {"time_s": a_time_s}, "B": {"count": 2}, "Z": {"time_s": time_s}}
+    ahead = lease("Z", "active", 7, "g2")
+    run.lines.append({"what": "asked", "key": "z", "sent_s": 2.4, "at_s": 2.6, "status": 201, "lease": ahead})
     for line in run.lines:
         if "lease" in line:
-            line["lease"]["demand"] |= {"A": {"time_s": 3.0}, "B": {"count": 2}}[line["lease"]["id"]]
+            line["lease"]["demand"] |= asks[line["lease"]["id"]]
+            line["lease"]["holder"] = {"user": users["ABZ".index(line["lease"]["id"])]}
     run.find(kind="lease.granted", lease_id="A")["gpus"] = ["g1"]
     granted = event("lease.granted", 2.5, lease_id="Z", gpus=["g2"], token=7, reason="runs ahead of B, with no delay")
     run.log.insert(3, granted)
-    longer = lease("Z", "active", 7, "g2")
-    longer["demand"]["time_s"] = 50.0
-    run.lines.append({"what": "asked", "key": "z", "sent_s": 2.4, "at_s": 2.6, "status": 201, "lease": longer})
     run.renumber()
+
+
+def runs_ahead_for_too_long(run: Run) -> None:
+    _run_ahead(run, 2.0, a_time_s=3.0)
+
+
+def runs_ahead_beside_a_free_gpu(run: Run) -> None:
+    """B needs nothing but that one and what Z has."""
+    _run_ahead(run, 1.0, a_time_s=3.0)
+    for line in run.lines:
+        if line["what"] == "reading":
+            line["free"].append("g3")
+
+
+def runs_ahead_because_of_a_lease_without_a_time(run: Run) -> None:
+    _run_ahead(run, 1.0, a_time_s=None)
+
+
+def runs_ahead_because_of_its_own_lease(run: Run) -> None:
+    _run_ahead(run, 1.0, a_time_s=3.0, users="zbz")
 
 
 BAD: list[tuple[str, Callable[[Run], None]]] = [
@@ -523,6 +544,9 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("idle GPUs are taken back for who waits, and no more than they need (8)", reclaims_more_than_is_asked_for),
     ("what GPUs are held for keeps its place (8)", held_gpu_goes_to_another),
     ("no one is delayed by who runs ahead (8)", runs_ahead_for_too_long),
+    ("no one is delayed by who runs ahead (8)", runs_ahead_beside_a_free_gpu),
+    ("no one is delayed by who runs ahead (8)", runs_ahead_because_of_a_lease_without_a_time),
+    ("no one is delayed by who runs ahead (8)", runs_ahead_because_of_its_own_lease),
 ]
 
 
@@ -568,6 +592,15 @@ def test_who_was_not_behind_may_get_what_is_held() -> None:
     held_gpu_goes_to_another(run, had=1)
 
     assert "what GPUs are held for keeps its place (8)" not in judge(run)
+
+
+@pytest.mark.parametrize("users", ["abz", "zzz"])
+def test_who_ends_before_the_one_that_waits_can_start_may_run_ahead(users: str) -> None:
+    """Where only one user waits, that may be because of a lease of their own."""
+    run = Run()
+    _run_ahead(run, 1.0, a_time_s=3.0, users=users)
+
+    assert "no one is delayed by who runs ahead (8)" not in judge(run)
 
 
 def test_the_wall_clock_may_be_set_without_harm() -> None:

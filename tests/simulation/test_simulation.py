@@ -46,6 +46,7 @@ LOOK_FIRST = {
     "grant_over_limits": 3,
     "always_by_age": 2,
     "interactive_without_limit": 6,
+    "run_ahead_of_own_ends": 3,
     "wait_for_lost_nodes": 4,
     "end_what_a_silent_worker_watches": 2,
     "any_reading_will_do": 4,
