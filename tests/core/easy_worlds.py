@@ -121,7 +121,7 @@ class RandomWorld:
                     self.world.report(node)
 
     def _end_if_due(self, record: LeaseRecord) -> None:
-        """End a job whose time is over, and give back what is not held until its declared time."""
+        """End a job whose time has passed, and give back what is not held until its declared time."""
         world, lease = self.world, record.lease
         if lease.state is not LeaseState.ACTIVE or any(gpu.node in self.silent for gpu in lease.gpus):
             return
@@ -208,9 +208,10 @@ class RandomWorld:
             )
         elif kind < 0.55:
             count, what = 1, {"selection": Selection.ALL if kind < 0.5 else Selection.AUTO}
-        if not self.kinds.isdisjoint({"priorities", "preemption"}) and chance.random() < 0.4:
-            priority = chance.choice([Priority.INTERACTIVE, Priority.SCAVENGE])
-            what["priority"] = Priority.SCAVENGE if "preemption" in self.kinds else priority
+        if "preemption" in self.kinds and chance.random() < 0.6:
+            what["priority"] = Priority.SCAVENGE
+        elif "priorities" in self.kinds and chance.random() < 0.4:
+            what["priority"] = chance.choice([Priority.INTERACTIVE, Priority.SCAVENGE])
         return Demand(count=count, **what)
 
     def waiting(self) -> list[LeaseRecord]:
