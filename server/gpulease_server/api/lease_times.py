@@ -4,10 +4,10 @@ request is expected to start."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.forecast.expected_start import ExpectedStart
 from gpulease_server.core.order import Positions
 from gpulease_server.core.presentation import lease_view

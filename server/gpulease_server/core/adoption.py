@@ -42,10 +42,9 @@ free ones, so an adoption takes none of them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gpulease_protocol.errors import GpuleaseError, InUse, NotAllowed, NotNow, OverQuota
 from gpulease_protocol.model import Demand, GpuState, LeaseState, Liveness, Priority, Selection
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import is_recent, node_problem, observed_at, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.placement import NeedsReading, Placed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 from gpulease_protocol.model import EndReason, LeaseState
 from gpulease_server.core.calendar_changes import (
@@ -12,6 +11,7 @@ from gpulease_server.core.calendar_changes import (
     on_reservation_requested,
 )
 from gpulease_server.core.elastic_growth import watch_elastic
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_run import watch_gangs
 from gpulease_server.core.gpu import node_problem, unheard_nodes
 from gpulease_server.core.happenings import (

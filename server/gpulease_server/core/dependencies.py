@@ -38,10 +38,10 @@ What must always hold
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, Unavailable
 from gpulease_protocol.model import Job, JobDependency, JobState
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import DependencyMet, LeaseRecord
 from gpulease_server.core.turn import Turn

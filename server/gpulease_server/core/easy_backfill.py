@@ -44,11 +44,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, LeaseState, Priority
 from gpulease_server.core.backfill import NONE_UNDELAYED, BlockedRequests, Reservations, Undelayed
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.limit_records import LimitKey, user_key
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates
 from gpulease_server.core.records import GpuRecord, LeaseRecord

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gpulease_protocol.model import JobState, Lease, LeaseMember
 from gpulease_server.core.backfill import Reservations
@@ -24,6 +23,7 @@ from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.calendar import NO_GPUS
 from gpulease_server.core.elastic_jobs import MAX_REGROUPS, may_take_part
 from gpulease_server.core.eligibility import divided_queue, is_eligible, min_gpus_of
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.job import change_job

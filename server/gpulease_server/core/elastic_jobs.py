@@ -42,7 +42,6 @@ all nodes |
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gpulease_protocol.model import (
     GpuState,
@@ -57,6 +56,7 @@ from gpulease_protocol.model import (
     PartState,
 )
 from gpulease_server.core.budget_records import count_gpu_time
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu import is_unheard, node_mode, state_of
 from gpulease_server.core.grant import free_port

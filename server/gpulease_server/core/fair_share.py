@@ -39,10 +39,10 @@ Usages are not divided by the capacity of the fleet: that would change no compar
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import LeaseState
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.order_records import UsageRemoved, UsageSteps
 from gpulease_server.core.turn import Turn

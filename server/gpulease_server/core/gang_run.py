@@ -45,12 +45,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from gpulease_protocol.model import EndReason, Job, JobMember, JobState, PartState
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core.elastic_jobs import go_on, is_late
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu import is_unheard
 from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, queue_preempted, retry_job

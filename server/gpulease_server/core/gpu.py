@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gpulease_protocol.model import Activity, Demand, GpuReading, GpuState, NodeMode, Process, ProcessType
 from gpulease_protocol.node_protocol import PAUSED
 from gpulease_server.core import gpu_state
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu_state import occupants, state_by_report
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import MPS_SERVER, Policy

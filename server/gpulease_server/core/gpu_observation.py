@@ -7,11 +7,11 @@ daemon that restarts reports again what still holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from statistics import median_low
 
 from gpulease_protocol.model import GpuReading
 from gpulease_server.core.draining import follow_memory, observe_draining
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import observed_at
 from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.idle import observe_idle

@@ -18,9 +18,9 @@ Time is counted on the monotonic clock. Only the time while the daemon is away i
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime, timedelta
 
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.limit_index import LimitIndex
 from gpulease_server.core.limit_records import GpuTimeRecord, LimitKey
 from gpulease_server.core.records import Instant

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
 
 from gpulease_protocol.model import GpuState, Lease, LeaseState, Liveness, NodeMode
 from gpulease_protocol.node_protocol import LEASE_PORTS
 from gpulease_server.core.budget_records import count_gpu_time
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import claimed_elsewhere, node_mode, state_of
 from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.lease_env import gang_members, lease_env

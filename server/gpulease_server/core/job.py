@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -19,6 +18,7 @@ from gpulease_protocol.model import Demand, EndReason, Job, JobAttempt, JobState
 from gpulease_protocol.node_protocol import JobReport
 from gpulease_server.core import dependencies
 from gpulease_server.core.budget_records import enter_budget
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.happenings import CancelRequested, JobSubmitted, SubmittedJob
 from gpulease_server.core.lease import answer_repeated, enqueue
 from gpulease_server.core.lease_end import end_lease

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from gpulease_protocol.model import EndReason, JobState
 from gpulease_protocol.node_protocol import JobReport, RunState, final_state
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_run import on_part_reported
 from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, queue_preempted, retry_job
 from gpulease_server.core.records import JobRecord

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, NotAllowed
 from gpulease_protocol.model import LeaseKeep, LeaseState
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.happenings import KeepRequested
 from gpulease_server.core.lease import find_as_holder, find_lease, lost_lease
 from gpulease_server.core.presentation import lease_view

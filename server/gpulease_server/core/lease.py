@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gpulease_protocol.errors import (
     GpuleaseError,
     IdempotencyMismatch,
@@ -14,6 +12,7 @@ from gpulease_protocol.errors import (
 )
 from gpulease_protocol.model import EndReason, Lease, LeaseState, Liveness
 from gpulease_server.core.budget_records import enter_budget
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.footprint import lease_bytes, records_bytes
 from gpulease_server.core.grant import can_revive, revive
 from gpulease_server.core.happenings import (

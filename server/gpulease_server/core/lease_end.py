@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gpulease_protocol.model import EndReason, LeaseState
 from gpulease_server.core.budget_records import count_gpu_time
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.records import Deadline, LeaseRecord
 from gpulease_server.core.turn import Turn
 

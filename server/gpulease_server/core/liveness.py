@@ -11,11 +11,10 @@ The failure table is in the package's essay (`gpulease_server.core`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.model import EndReason, Lease, LeaseState, Liveness
 from gpulease_protocol.node_protocol import MAX_OWNERS, NodeReport, OwnerReport, OwnerState
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import is_unheard, silence_limit_s
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger

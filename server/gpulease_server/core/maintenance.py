@@ -5,11 +5,10 @@ No lease ends by it: out of use only means that nothing more is granted there.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gpulease_protocol.errors import InUse, NotFound
 from gpulease_protocol.model import NodeMode
 from gpulease_protocol.node_protocol import PAUSED, NodeReport
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import node_mode
 from gpulease_server.core.happenings import CordonRequested, NodeModeRequested
 from gpulease_server.core.ledger import Ledger

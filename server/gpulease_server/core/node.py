@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ from gpulease_protocol.node_protocol import (
     NodeReport,
 )
 from gpulease_server.core.draining import free_clean_gpus
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_run import takes_part
 from gpulease_server.core.gpu import is_silent, is_unheard, mark_bystanders, node_mode, node_problem
 from gpulease_server.core.gpu_observation import observe_gpus, observe_shown_gpus, remove_missing_gpus

@@ -41,12 +41,11 @@ that ended because of it, and what an administrator has said of the node or its 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gpulease_protocol.errors import InUse, NotFound
 from gpulease_protocol.job_fence import certain_after_s
 from gpulease_protocol.model import EndReason, JobState, NodeMode
 from gpulease_server.core.elastic_jobs import give_back
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_run import lose_part
 from gpulease_server.core.gpu import is_unheard, unheard_nodes
 from gpulease_server.core.happenings import NodeForgetRequested

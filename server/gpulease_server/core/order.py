@@ -57,11 +57,11 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Iterator
-from dataclasses import replace
 
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.demand_classes import OrderedPlace, rank_of
 from gpulease_server.core.eligibility import divided_queue, is_eligible
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import Overtakes, PlacesKept
 from gpulease_server.core.records import LeaseRecord

@@ -6,11 +6,12 @@ import functools
 import heapq
 import ipaddress
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpulease_protocol.model import Demand, Device, GpuState, Priority, Selection, TopologyMode
 from gpulease_server.core.calendar import NO_GPUS
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.fleet import Candidates
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, is_recent, is_stale, node_problem, reading_of, state_of
 from gpulease_server.core.gpu_choice import can_connect, choose_after_reading, choose_gpus

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.limit_records import UserLimits
 
 DESKTOP_NAMES = frozenset(

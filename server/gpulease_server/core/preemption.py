@@ -16,12 +16,12 @@ What must always hold
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from datetime import timedelta
 
 from gpulease_protocol.model import EndReason, GpuState, JobState, Lease, LeaseState
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.eligibility import array_at_limit, divided_queue, is_eligible, min_gpus_of
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, state_of
 from gpulease_server.core.job import change_job
 from gpulease_server.core.lease_end import end_lease

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from datetime import datetime
 
 from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Job, Lease, LeaseState, Node, NodeState
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import (
     activity_of,
     conflicting_processes,

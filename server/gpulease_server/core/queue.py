@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from gpulease_protocol.errors import GpuleaseError, NeverFits, NotNow, OverQuota
 from gpulease_protocol.model import JobMember, JobState
@@ -14,6 +13,7 @@ from gpulease_server.core.eligibility import is_eligible, min_gpus_of
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.fair_share import recount_usage
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_readings import nodes_to_ask
 from gpulease_server.core.grant import grant
 from gpulease_server.core.liveness import extend_deadline

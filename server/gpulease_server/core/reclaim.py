@@ -9,10 +9,10 @@ administrator says so. Never by an average, and never without notice. See docs/d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 from gpulease_protocol.model import EndReason, JobState, Lease
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.idle import IdleTime, idle_time
 from gpulease_server.core.job import cancel_job
 from gpulease_server.core.kept_leases import kept_now

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gpulease_protocol.model import Demand, Priority
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.reclaim_records import ReclaimNotice

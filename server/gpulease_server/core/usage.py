@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
 from gpulease_protocol.model import Device, Lease, LeaseState
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import UsageRecord, UsageSteps
 from gpulease_server.core.policy import Policy

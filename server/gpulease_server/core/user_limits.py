@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from operator import itemgetter
@@ -52,6 +52,7 @@ from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import Demand, Holder, Lease, Priority, Selection
 from gpulease_server.core.calendar import NO_GPUS, Calendar, latest_end
 from gpulease_server.core.demand_classes import UsersApart
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.footprint import records_bytes
 from gpulease_server.core.gpu_time import room_at, used_s
 from gpulease_server.core.happenings import JobSubmitted, LeaseRequested

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from datetime import timedelta
 
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.easy_backfill import EasyBackfill
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates

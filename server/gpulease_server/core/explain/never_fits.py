@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from gpulease_protocol.model import Demand, Selection, TopologyMode
 from gpulease_server.core.explain.connections import why_never_connected
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates
 from gpulease_server.core.records import GpuRecord

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 from gpulease_protocol.durations import LONGEST_S
 from gpulease_protocol.explanation import Obstacle
 from gpulease_protocol.model import Demand, GpuState, Lease, Liveness
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, observed_at, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.kept_leases import describe_kept, kept_now

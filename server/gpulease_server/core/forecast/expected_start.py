@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import ExpectedBasis, Lease, LeaseState
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.forecast.virtual_queue import VirtualQueue
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy

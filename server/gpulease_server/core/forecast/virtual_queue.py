@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 from gpulease_protocol.model import EndReason, GpuReading, JobState, LeaseState
 from gpulease_server.core.calendar import ReservationRemoved
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import node_problem
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger
