@@ -44,8 +44,8 @@ def is_closed_before_free(
 
 def free_at_s(ledger: Ledger, gpu: GpuRecord, now: Instant) -> float:
     """Before this time a GPU is not free, unless its holder gives it back; now where that is not known, and where it is
-    being given back: its lease ends for a request (`core.preemption`) or when it is idle (`core.reclaim`), or its job is
-    being stopped."""
+    being given back: its lease ends for a request (`core.preemption`), or when it is idle (`core.reclaim`), or its job
+    is being stopped."""
     record = ledger.leases.get(gpu.lease_id or "")
     if record is None or gpu.draining or record.lease.state is not LeaseState.ACTIVE:
         return now.mono_s
