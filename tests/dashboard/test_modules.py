@@ -391,6 +391,50 @@ def test_events_come_in_pages_if_there_is_no_stream(modules: Path) -> None:
     assert said == [list(range(250, 200, -1)), list(range(253, 200, -1))]
 
 
+@pytest.mark.parametrize(
+    ("lease", "gpu", "most"),
+    [
+        ({"expires_at": None}, {"state": "leased"}, 1),
+        ({"expires_at": "1970-01-01T01:00:00Z"}, {"state": "leased"}, 1),
+        ({"expires_at": "1970-01-01T00:00:30Z"}, {"state": "leased"}, 7),  # it may have been renewed
+        ({"expires_at": None}, {"state": "unknown"}, 7),  # its node may be silent
+    ],
+)
+def test_with_a_stream_only_what_may_have_changed_is_requested(
+    modules: Path, lease: dict[str, Any], gpu: dict[str, Any], most: int
+) -> None:
+    """All GPUs each 3 s. Nodes and leases once a minute, or each 9 s if something may be new that is no event."""
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        const newlines = String.fromCharCode(10, 10);
+        const lists = {
+            "v1/gpus": [{ node: "n1", ...given.gpu }],
+            "v1/nodes": [{ name: "n1", state: "ready" }],
+            "v1/leases?state=active&limit=1000": [given.lease],
+        };
+        reply = (path, streams) => {
+            if (streams) return stream("id: 7" + newlines);
+            const items = lists[path.replace("http://daemon/", "")];
+            return items ? found({ items, next: null }) : undefined;
+        };
+        follow.start();
+        for (let second = 0; second < 58; second += 1) {
+            await pass(1000);
+            follow.look();
+        }
+        const count = (wanted) => asked.filter((path) => path.startsWith(wanted)).length;
+        tell([count("v1/gpus"), count("v1/nodes"), count("v1/leases?state=active")]);
+        """,
+        {"lease": lease, "gpu": gpu},
+    )
+    gpus, nodes, leases = said
+    assert gpus >= 15
+    assert nodes == leases <= most
+    assert nodes >= most - 1
+
+
 def test_requests_in_flight_end_with_the_page(modules: Path) -> None:
     said = in_node(
         modules,

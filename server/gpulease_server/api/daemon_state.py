@@ -13,6 +13,7 @@ from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.joining import Authority
 from gpulease_server.api import fair_share
 from gpulease_server.api.access_settings import AccessSettings
+from gpulease_server.api.shared_answers import SharedAnswers
 from gpulease_server.api.start_forecasts import StartForecasts
 from gpulease_server.core.forecast.expected_start import ExpectedStart
 from gpulease_server.core.gpu import is_silent, node_problem
@@ -62,6 +63,8 @@ class DaemonState:
     log_relay: LogRelay = field(init=False)
     """The logs that other nodes are asked for."""
     forecasts: StartForecasts = field(default_factory=StartForecasts)
+    gpu_lists: SharedAnswers = field(default_factory=SharedAnswers)
+    """The answers to `GET /v1/gpus`."""
 
     def __post_init__(self) -> None:
         self.log_relay = LogRelay(lambda node: self.writer.wakeups.wake([f"node:{node}"]))

@@ -24,7 +24,12 @@ Record = TypeVar("Record")
 async def list_response(
     records: Iterable[Record], view: Callable[[Record], object], adapter: TypeAdapter[object]
 ) -> Response:
-    """The answer with a noun for each record, in one page: what `Page` would be as JSON."""
+    """The answer with a noun for each record, in one page."""
+    return Response(await list_json(records, view, adapter), media_type="application/json")
+
+
+async def list_json(records: Iterable[Record], view: Callable[[Record], object], adapter: TypeAdapter[object]) -> bytes:
+    """A noun for each record, in one page: what `Page` would be as JSON."""
     parts: list[bytes] = [b'{"items":[']
     begun_s = time.perf_counter()
     for record in records:
@@ -36,4 +41,4 @@ async def list_response(
         parts.pop()
     parts.append(b'],"next":null}')
     await asyncio.sleep(0)  # to join them may take as long as a slice
-    return Response(b"".join(parts), media_type="application/json")
+    return b"".join(parts)

@@ -66,6 +66,8 @@ class Writer:
         self.wakeups = Wakeups()
         self.committed = Ledger()
         """What readers see."""
+        self.published = 0
+        """How often that has changed since the start."""
         self.has_loaded = False
         """True once `committed` was loaded. Before that it is empty, which says nothing about the database."""
         self.recent_events = RecentEvents()
@@ -285,6 +287,7 @@ class Writer:
     async def _publish(self, turn: Turn) -> None:
         """Publish a committed turn: apply it to `committed`, answer its callers, wake the waiters. Never undone."""
         replies = self._pop_answers(turn, [])
+        self.published += bool(turn.changes)
         try:
             for change in turn.changes:
                 self.committed.apply(change)
@@ -391,6 +394,7 @@ class Writer:
         carry_keeps(ledger, self.committed)
         reset_deadlines(ledger, moment)
         self._ledger, self.committed, self.has_loaded = ledger, copy_ledger(ledger), True
+        self.published += 1
         self.metrics.reset_usage(ledger, moment)
         self.recent_events.reset(ledger.next_seq - 1)
         self.problem = self._outage = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fastapi import Response
+from fastapi import Request, Response
 from pydantic import TypeAdapter
 
 from gpulease_protocol.errors import NotFound
@@ -17,7 +17,7 @@ from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.job_callers import may_see_node, redact_for_job
 from gpulease_server.api.auth.redaction import redact_gpu
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
-from gpulease_server.api.long_lists import list_response
+from gpulease_server.api.long_lists import list_json
 from gpulease_server.api.problems import error_responses
 from gpulease_server.core.happenings import CordonRequested
 from gpulease_server.core.presentation import GpuList, gpu_view
@@ -58,8 +58,15 @@ def last_use(daemon: DaemonState) -> Callable[[Gpu], Gpu]:
 
 
 @router.get("", operation_id="listGpus", response_model=Page[Gpu])
-async def list_gpus(daemon: DaemonDep, caller: CallerDep) -> Response:
+async def list_gpus(request: Request, daemon: DaemonDep, caller: CallerDep) -> Response:
     """All GPUs: the last reading, the state, and who holds each or which request it is reserved for."""
+    moment = (daemon.writer.published, id(daemon.policy), int(daemon.now().mono_s))
+    sees_all = caller.lease_id is None and (daemon.access.show_commands or caller.is_admin)
+    audience = "all" if sees_all else caller
+    return await daemon.gpu_lists.respond(request, moment, audience, lambda: _list_json(daemon, caller))
+
+
+async def _list_json(daemon: DaemonState, caller: Caller) -> bytes:
     gpus, add_last_use = GpuList(daemon.ledger, daemon.now(), daemon.policy), last_use(daemon)
 
     def view(gpu: GpuRecord) -> Gpu:
@@ -68,7 +75,7 @@ async def list_gpus(daemon: DaemonDep, caller: CallerDep) -> Response:
     records = gpus.records()
     if caller.lease_id is not None:
         records = (one for one in gpus.records() if may_see_node(caller, one.device.node, daemon.ledger))
-    return await list_response(records, view, GPU_JSON)
+    return await list_json(records, view, GPU_JSON)
 
 
 @router.get("/{uuid}", operation_id="getGpu", responses=error_responses("not_found"))

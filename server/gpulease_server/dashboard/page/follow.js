@@ -2,12 +2,14 @@
 // back-off while the daemon does not answer; nothing while the page is hidden.
 
 import { asProblem, items, json, Pages, token } from "./api.js";
+import { realMs } from "./clock.js";
 import { readSharedEvents } from "./shared_stream.js";
 
 const READINGS_MS = 3000;
 const EVERYTHING_MS = 9000;
 const UNTOLD_MS = 60_000; // lists of whose changes events tell, while there is a stream
-const HISTORY_MS = 30_000; // a point of it is a minute
+const HISTORY_MS = 60_000; // a point of it is a minute
+const ENDS_SOON_MS = 45_000; // a lease with less time left may have been renewed: that is no event
 const LEAST_MS = 1000; // between two rounds, on average
 const QUICK_ROUNDS = 6; // that may come sooner, so that a grant is seen at once although something else has just happened
 const IDLE_SHARE = 4; // slow rounds count as several: all take at most a fifth of the time
@@ -39,7 +41,7 @@ const ALL = [...LISTS, EVENTS, ME, HISTORY];
 const READINGS = ["gpus"];
 const HARDWARE = [...READINGS, "nodes"];
 const GRANTS = ["active", "queued"];
-const UNTOLD = [...HARDWARE, "active"]; // a renewal is no event
+const UNTOLD = [...HARDWARE, "active"]; // changes of these need not be events
 const REFUSALS = [429, 503]; // earlier answers are still valid
 const CONCERNED = {
   gpu: HARDWARE,
@@ -63,7 +65,7 @@ export class Follow {
     this.wanted = new Set();
     this.failures = 0;
     this.nextMs = 0;
-    this.requestedMs = { readings: 0, leases: 0, everything: 0, history: 0 };
+    this.requestedMs = { readings: 0, untold: 0, everything: 0, history: 0 };
     this.quick = QUICK_ROUNDS; // those that are left, as of quickMs
     this.quickMs = 0;
     this.streaming = false; // events tell what changes
@@ -118,9 +120,17 @@ export class Follow {
     const now = Date.now();
     const everythingMs = this.streaming ? UNTOLD_MS : EVERYTHING_MS;
     if (now - this.requestedMs.everything >= everythingMs) this.want(...LISTS);
-    else if (now - this.requestedMs.leases >= EVERYTHING_MS) this.want(...UNTOLD);
+    else if (now - this.requestedMs.untold >= EVERYTHING_MS && this.mayHaveChanged()) this.want(...UNTOLD);
     else if (now - this.requestedMs.readings >= READINGS_MS) this.want(...READINGS);
     if (now - this.requestedMs.history >= HISTORY_MS) this.want(HISTORY);
+  }
+
+  /** Whether a lease may have been renewed, or a node may be silent: no event tells that. */
+  mayHaveChanged() {
+    const soon = ({ expires_at: at }) => at !== null && Date.parse(at) - realMs() < ENDS_SOON_MS;
+    const nodes = new Set(this.data.nodes.items.filter(({ state }) => state !== "unknown").map(({ name }) => name));
+    const silent = ({ node, state }) => (state === "unknown") === nodes.has(node);
+    return !this.streaming || this.data.active.items.some(soon) || this.data.gpus.items.some(silent);
   }
 
   /** Fetch at once, even during back-off. */
@@ -148,7 +158,7 @@ export class Follow {
     this.advanced = false;
     this.wanted.clear();
     if (READINGS.every((name) => names.includes(name))) this.requestedMs.readings = begunMs;
-    if (UNTOLD.every((name) => names.includes(name))) this.requestedMs.leases = begunMs;
+    if (UNTOLD.every((name) => names.includes(name))) this.requestedMs.untold = begunMs;
     if (LISTS.every((name) => names.includes(name))) this.requestedMs.everything = begunMs;
     if (names.includes(HISTORY)) this.requestedMs.history = begunMs;
     try {

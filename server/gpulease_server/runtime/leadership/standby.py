@@ -151,6 +151,7 @@ class Standby:
             )
             ledger.apply(unread)
         self._writer.committed, self._writer.has_loaded = ledger, True
+        self._writer.published += 1
 
     def _set_writer(self, holder: str) -> None:
         copy = self._leadership.standby_copy
