@@ -474,6 +474,7 @@ class World:
             if state_by_report(record, ledger.node_observations.get(node), ledger.nodes.get(node)) is GpuState.FREE:
                 free.setdefault(node, []).append((record.device.index, uuid))
         assert {node: tuple(uuid for _, uuid in sorted(found)) for node, found in free.items()} == ledger.fleet.free
+        assert ledger.fleet.free_gpus == {uuid for found in free.values() for _, uuid in found}
         numbers: dict[int, list[str]] = {}
         for node, found in sorted(free.items()):
             numbers.setdefault(len(found), []).append(node)

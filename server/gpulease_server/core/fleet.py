@@ -109,32 +109,33 @@ class Fleet:
         """Bring what is free on a node up to date."""
         unheld, clear = self.unheld.get(name, {}), frozenset() if observation is None else observation.clear
         free = [gpu.device for uuid, gpu in unheld.items() if uuid in clear and not is_cordoned(gpu, node)]
+        self.free_gpus.difference_update(self.free.get(name, ()))
+        self.free_gpus.update(device.uuid for device in free)
         self._put_free(name, tuple(device.uuid for device in sorted(free, key=_PCI_ORDER)))
 
     def find_whether_free(
         self, record: GpuRecord, node: NodeRecord | None, observation: NodeObservation | None
     ) -> None:
         """The same for one of its GPUs, which is the only one that has changed."""
-        name, device = record.device.node, record.device
-        before = self.free.get(name, ())
-        is_clear = observation is not None and device.uuid in observation.clear
-        is_free = record.lease_id is None and is_clear and not is_cordoned(record, node)
-        if is_free is (device.uuid in before):
+        name, uuid = record.device.node, record.device.uuid
+        is_clear = record.lease_id is None and observation is not None and uuid in observation.clear
+        is_free = is_clear and not is_cordoned(record, node)
+        if is_free is (uuid in self.free_gpus):
             return
+        before = self.free.get(name, ())
         if is_free:
+            self.free_gpus.add(uuid)
             gpus = self.gpus_of_node[name]
-            at = bisect.bisect_left(before, _PCI_ORDER(device), key=lambda uuid: _PCI_ORDER(gpus[uuid].device))
-            self._put_free(name, (*before[:at], device.uuid, *before[at:]))
+            at = bisect.bisect_left(before, _PCI_ORDER(record.device), key=lambda one: _PCI_ORDER(gpus[one].device))
+            self._put_free(name, (*before[:at], uuid, *before[at:]))
         else:
-            at = before.index(device.uuid)
+            self.free_gpus.remove(uuid)
+            at = before.index(uuid)
             self._put_free(name, before[:at] + before[at + 1 :])
 
     def _put_free(self, name: str, uuids: tuple[str, ...]) -> None:
-        """Note which GPUs of a node are free."""
+        """Note which GPUs of a node are free, as `free_gpus` has them by now."""
         before = self.free.pop(name, ())
-        if before != uuids:
-            self.free_gpus.difference_update(before)
-            self.free_gpus.update(uuids)
         if len(before) != len(uuids):
             if before:
                 nodes = self.nodes_by_free[len(before)]
@@ -179,7 +180,9 @@ class Fleet:
             else:
                 discard(self.unheld, node, record.device.uuid)
             return
-        holders = self.holders_of_node.setdefault(node, Counter())
+        holders = self.holders_of_node.get(node)
+        if holders is None:
+            holders = self.holders_of_node[node] = Counter()
         holders[record.lease_id] += gpus
         if not holders[record.lease_id]:
             del holders[record.lease_id]

@@ -209,7 +209,7 @@ class Ledger(RequestQueue):
         if before is not None and before.device is record.device:
             self.fleet.find_whether_free(record, self.nodes.get(node), self.node_observations.get(node))
         else:
-            for name in {node: None, (before or record).device.node: None}:
+            for name in {(before or record).device.node: None, node: None}:
                 self._find_free(name)
         if before is None or before.fencing_token != record.fencing_token:
             self._count_token(record.fencing_token, 1)
