@@ -168,12 +168,14 @@ def is_recent(
     return arrives and at_s > since_s and age_s <= took_s + policy.max_observation_age_s
 
 
-def is_stale(ledger: Ledger, node: str, now: Instant, policy: Policy, since_s: float) -> bool:
+def is_stale(
+    ledger: Ledger, node: str, now: Instant, policy: Policy, since_s: float, *, for_gang: bool = False
+) -> bool:
     """True where no GPU of a node has a recent reading, which is known without looking at each: unless some were read
     again alone, all readings are of one age."""
     observation = ledger.node_observations.get(node)
     alike = observation is not None and not observation.reread_at_s
-    return alike and not is_recent(observation, "", now, policy, since_s)
+    return alike and not is_recent(observation, "", now, policy, since_s, for_gang=for_gang)
 
 
 def state_of(ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy) -> GpuState:

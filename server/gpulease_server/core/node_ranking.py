@@ -8,7 +8,6 @@ and after that only those again from which something was taken (`Reservations.ta
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -69,7 +68,6 @@ class NodeRankings:
 
     taken: list[str]
     """See `NodeRanking`."""
-    _asked: Counter[Hashable] = field(default_factory=Counter)
     _rankings: dict[Hashable, NodeRanking] = field(default_factory=dict)
     _gangs: dict[Hashable, GangRanking] = field(default_factory=dict)
 
@@ -81,5 +79,7 @@ class NodeRankings:
         key = (demand, limit, search.requested_at_s, search.closed)
         if demand.nodes > 1:
             return self._gangs.setdefault(key, GangRanking(self.taken))
-        self._asked[key] += 1
-        return None if self._asked[key] == 1 else self._rankings.setdefault(key, NodeRanking(self.taken))
+        known = self._rankings.get(key)
+        if known is None:
+            self._rankings[key] = NodeRanking(self.taken)
+        return known

@@ -86,8 +86,9 @@ def find_candidates(ledger: Ledger, demand: Demand) -> Candidates:
     if known is not None:
         return known
     devices: dict[str, dict[str, list[Device]]] = {}
+    is_any = demand == Demand(count=demand.count, nodes=demand.nodes, max_nodes=demand.max_nodes)
     for gpu in ledger.gpus.values():
-        if mismatch(demand, gpu) is None:
+        if is_any or mismatch(demand, gpu) is None:
             model = gpu.device.name or "" if demand.nodes > 1 else ""
             devices.setdefault(model, {}).setdefault(gpu.device.node, []).append(gpu.device)
     by_model: dict[str, dict[str, tuple[str, ...]]] = {}
@@ -198,7 +199,13 @@ class RankedNode(NamedTuple):
 
     rank: tuple[bool, int, str]
     """Whether it needs a reading, what is left of it, and its name."""
-    gpus: tuple[GpuRecord, ...]
+    choose: Callable[[], Iterable[GpuRecord]]
+    """Chooses the GPUs: only of the node that is taken, as that costs more than its rank."""
+
+    @property
+    def gpus(self) -> tuple[GpuRecord, ...]:
+        """The GPUs that it gives."""
+        return tuple(self.choose())
 
     @property
     def placed(self) -> Placed | NeedsReading:
@@ -307,10 +314,14 @@ class Search:
         usable = [uuid for uuid in free if uuid in ever and uuid not in self.reserved]
         if self.demand.min_free_memory_bytes is not None:
             usable = [uuid for uuid in usable if not lacks_memory(ledger, self.demand, ledger.gpus[uuid])]
-        if len(usable) < needed or not (chosen := self._choose(node, usable, needed)):
+        if len(usable) < needed:
             return None
         left = -len(usable) if self.demand.selection is Selection.AUTO else len(usable) - needed
-        return RankedNode((not self._all_recent(node, chosen), left, node), tuple(chosen))
+        if self.demand.topology is not TopologyMode.REQUIRED and not ledger.node_observations[node].reread_at_s:
+            is_old = is_stale(ledger, node, self.now, self.policy, self.requested_at_s, for_gang=self.demand.nodes > 1)
+            return RankedNode((is_old, left, node), functools.partial(self._choose, node, usable, needed))
+        chosen = self._choose(node, usable, needed)
+        return RankedNode((not self._all_recent(node, chosen), left, node), lambda: chosen) if chosen else None
 
     def after_reading(self, node: str, uuids: tuple[str, ...]) -> NeedsReading | None:
         """The GPUs of a node for the demand, if only an old reading rules them out."""
