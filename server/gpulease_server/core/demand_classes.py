@@ -173,7 +173,7 @@ class DemandClasses:
         place = (record.arrival, record.lease.id)
         del members.places[bisect.bisect_left(members.places, place)]
         for bypassed in (members.bypassed, *members.bypassed_within.values()):
-            if place in bypassed.places[bisect.bisect_left(bypassed.places, place) :][:1]:
+            if bypassed.places and place in bypassed.places[bisect.bisect_left(bypassed.places, place) :][:1]:
                 bypassed.remove(place)
         self._put_head(members)
         if not members.places:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from gpulease_protocol.model import Demand, TopologyMode
 from gpulease_server.core.gpu_state import is_cordoned
+from gpulease_server.core.limit_index import add
 from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord, connects_as
 
 Member = TypeVar("Member")
@@ -183,11 +184,9 @@ class Fleet:
         holders = self.holders_of_node.get(node)
         if holders is None:
             holders = self.holders_of_node[node] = Counter()
-        holders[record.lease_id] += gpus
-        if not holders[record.lease_id]:
-            del holders[record.lease_id]
-            if not holders:
-                del self.holders_of_node[node]
+        add(holders, record.lease_id, gpus)
+        if not holders:
+            del self.holders_of_node[node]
 
 
 def _size(demand: Demand, found: Candidates) -> int:

@@ -21,10 +21,19 @@ ENTRY_BYTES = 40
 def lease_bytes(lease: Lease) -> int:
     """Memory of a lease."""
     demand, holder = lease.demand, lease.holder
-    texts = (holder.user, holder.host, holder.label, demand.node, demand.gpu_model)
-    named = _text_bytes(demand.uuids) + _text_bytes(demand.among or ()) + ENTRY_BYTES * len(demand.indices)
-    members = sum(RECORD_BYTES + _text_bytes(member.env.values()) for member in lease.members)
-    return RECORD_BYTES + _text_bytes(texts) + named + members
+    texts = (
+        holder.user,
+        holder.host,
+        holder.label,
+        demand.node,
+        demand.gpu_model,
+        *demand.uuids,
+        *(demand.among or ()),
+    )
+    size = RECORD_BYTES + _text_bytes(texts) + ENTRY_BYTES * len(demand.indices)
+    for member in lease.members:
+        size += RECORD_BYTES + _text_bytes(member.env.values())
+    return size
 
 
 def job_bytes(spec: JobSpec, job: Job | None = None) -> int:

@@ -16,6 +16,7 @@ from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.lease_index import count_for_token, put_watch
+from gpulease_server.core.limit_index import add
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageRecord, UsageRemoved, UsageSteps
 from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved, goes_first, is_preemptible
@@ -121,6 +122,8 @@ class Ledger(RequestQueue):
                 self._put_deadline(change)
             case Event():
                 self.next_seq = change.seq + 1
+            case UsageRecord():
+                self.usage[change.user] = change
             case JobRecord():
                 self._put_job(change)
             case NodeRecord():
@@ -146,7 +149,7 @@ class Ledger(RequestQueue):
             case BypassCounts():
                 self._put_bypass_counts(change)
             case (Overtakes() | PlacesKept() | RanAhead() | Preemption() | PreemptionRemoved()) | (
-                UsageRecord() | UsageRemoved() | UsageSteps()
+                UsageRemoved() | UsageSteps()
             ):
                 self._put_order_change(change)
             case BudgetRecord():
@@ -231,9 +234,8 @@ class Ledger(RequestQueue):
 
     def _count_token(self, token: int, gpus: int) -> None:
         """So many GPUs more, or fewer, were last granted with a token. Its lease may leave memory with the last one."""
-        self.gpus_of_token[token] += gpus
-        if not self.gpus_of_token[token]:
-            del self.gpus_of_token[token]
+        add(self.gpus_of_token, token, gpus)
+        if token not in self.gpus_of_token:
             lease_id = self.last_leases.pop(token, None)
             if lease_id is not None:
                 self._put_ended_lease(self.leases[lease_id].lease)

@@ -95,13 +95,13 @@ class LimitIndex:
     def count_active(self, lease: Lease, leases: int) -> None:
         """A lease has begun to be active (1), or is so no longer (-1)."""
         for key in self.keys_of_lease(lease):
-            _add(self.leases, key, leases)
-            _add(self.gpus, key, leases * len(lease.gpus))
+            add(self.leases, key, leases)
+            add(self.gpus, key, leases * len(lease.gpus))
 
     def count_queued(self, holder: Holder, requests: int) -> None:
         """So many requests more wait, or fewer."""
         for key in self.keys_of(holder):
-            _add(self.queued, key, requests)
+            add(self.queued, key, requests)
 
     def put(self, change: LimitChange) -> None:
         """Make one change of limits, or of the GPU time that counts against them."""
@@ -120,9 +120,9 @@ class LimitIndex:
         before = self.records.pop(key, None)
         self.known_with, self.has_changed = None, True
         for user in _limited_by(before):
-            _add(self.limiting, user, -1)
+            add(self.limiting, user, -1)
         for user in _limited_by(record):
-            _add(self.limiting, user, 1)
+            add(self.limiting, user, 1)
         if record is not None:
             self.records[key] = record
         if key.kind is LimitKind.GROUP:
@@ -132,7 +132,7 @@ class LimitIndex:
             members = () if record is None else record.members
             self.group_of.update(dict.fromkeys(members, key.name or ""))
             for counts in (self.leases, self.gpus, self.queued):
-                _add(counts, key, sum(counts[user_key(user)] for user in members) - counts[key])
+                add(counts, key, sum(counts[user_key(user)] for user in members) - counts[key])
 
 
 def counts_of(index: LimitIndex, key: LimitKey) -> Mapping[str, int]:
@@ -147,7 +147,9 @@ def _limited_by(record: LimitRecord | None) -> tuple[str, ...]:
     return (record.name,) if record.kind is LimitKind.USER else record.members
 
 
-def _add(counts: Counter[Key], key: Key, more: int) -> None:
-    counts[key] += more
-    if not counts[key]:
-        del counts[key]
+def add(counts: Counter[Key], key: Key, more: int) -> None:
+    """Count so many more, or fewer. A count of 0 is left out."""
+    if number := counts.get(key, 0) + more:
+        counts[key] = number
+    else:
+        counts.pop(key, None)

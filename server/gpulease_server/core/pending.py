@@ -10,6 +10,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
 from gpulease_protocol.model import Holder
+from gpulease_server.core.limit_index import add
 from gpulease_server.core.limit_records import LimitKey, token_key, user_key
 from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord
 
@@ -75,9 +76,7 @@ class PendingRequests(MutableMapping[str, PendingRequest]):
 
     def _count(self, holder: Holder, requests: int) -> None:
         for key in _counted(holder):
-            self.count[key] += requests
-            if not self.count[key]:
-                del self.count[key]
+            add(self.count, key, requests)
         if (group := self._group_of.get(holder.user)) is not None:
             members, number = self._groups[group]
             self._groups[group] = (members, number + requests)
@@ -91,7 +90,8 @@ class PendingRequests(MutableMapping[str, PendingRequest]):
         return self._by_lease[lease_id]
 
     def __setitem__(self, lease_id: str, request: PendingRequest) -> None:
-        self.pop(lease_id, None)
+        if lease_id in self._by_lease:
+            del self[lease_id]
         self._by_lease[lease_id] = request
         if request.key is not None:
             self._lease_of_key[request.key.key] = lease_id

@@ -104,8 +104,6 @@ class RequestQueue:
                     self.places_kept.pop(lease_id, None)
             case Preemption() | PreemptionRemoved():
                 self._put_preemption(change)
-            case UsageRecord():
-                self.usage[change.user] = change
             case UsageRemoved():
                 self.usage.pop(change.user, None)
             case UsageSteps():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from gpulease_protocol.model import Device, Lease, LeaseState
 from gpulease_server.core.fast_replace import replace
@@ -37,10 +37,10 @@ def counted(record: UsageRecord, now: Instant, policy: Policy) -> UsageRecord:
     return replace(record, used_s=used_s, counted_at=now.at, counted_at_s=now.mono_s)
 
 
-def weight_of(devices: Iterable[Device], policy: Policy) -> float:
+def weight_of(devices: Sequence[Device], policy: Policy) -> float:
     """For how many GPUs these count."""
     if not policy.gpu_weights:
-        return float(sum(1 for _ in devices))
+        return float(len(devices))
     return math.fsum(_weight(device.name or "", policy) for device in devices)
 
 
