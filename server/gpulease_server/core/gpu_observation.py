@@ -99,7 +99,8 @@ def _observe_gpu(
     if not gpu.draining:
         return known if observed_at_s <= known.since_s else _observe_conflict(turn, gpu, reading, known)
     if observed_at_s > turn.ledger.draining_since[gpu.device.uuid]:
-        return observe_draining(turn, gpu, reading, replace(known, strangers=()), observed_at_s)
+        known = replace(known, strangers=()) if known.strangers else known
+        return observe_draining(turn, gpu, reading, known, observed_at_s)
     return known
 
 

@@ -112,6 +112,8 @@ def _take_partial(turn: Turn, reported: NodeReported, report: NodeReport, before
         answers_request=False,
     )
     observation = replace(observation, gpus=before.gpus | observe_shown_gpus(turn, observation, shown))
+    if not before.leaving:
+        observation.find_clear(before, shown)
     turn.put(observation)
     free_clean_gpus(turn, observation)
 

@@ -66,6 +66,8 @@ class TopologyCache:
 
     def of(self, links: tuple[GpuLink, ...], readings: Mapping[str, GpuReading]) -> NodeTopology | None:
         """The topology with these links; None where the node has too many GPUs, or none."""
+        if not 0 < len(readings) <= MAX_GPUS:
+            return None
         last = self._last
         if links is last.links and readings is last.readings:
             return last.found
@@ -85,10 +87,8 @@ class _Known(NamedTuple):
     found: NodeTopology | None
 
 
-def _node_topology(links: tuple[GpuLink, ...], facts: tuple[tuple[int, str, int | None], ...]) -> NodeTopology | None:
+def _node_topology(links: tuple[GpuLink, ...], facts: tuple[tuple[int, str, int | None], ...]) -> NodeTopology:
     uuids = tuple(uuid for _, uuid, _ in facts)
-    if not 0 < len(uuids) <= MAX_GPUS:
-        return None
     positions = {uuid: position for position, uuid in enumerate(uuids)}
     scores = [[0] * len(uuids) for _ in uuids]
     for link in links:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from datetime import date, datetime
 from operator import attrgetter
@@ -282,9 +283,15 @@ class NodeObservation:
         use: an index of the readings and of `gpus`, so that what is free is looked for only when it changes."""
         if not self._clear:
             nothing = self.problem is not None or self.leaving
-            found = [] if nothing else [uuid for uuid, one in self.readings.items() if is_unused(one)]
-            self._clear.append(frozenset([uuid for uuid in found if not awaits_memory(self, uuid)]))
+            self._clear.append(frozenset() if nothing else self._clear_among(self.readings))
         return self._clear[0]
+
+    def find_clear(self, before: NodeObservation, shown: Collection[str]) -> None:
+        """Find `clear` from that of the observation before, where nothing has changed but what these GPUs show."""
+        self._clear.append(before.clear.difference(shown) | self._clear_among(shown))
+
+    def _clear_among(self, uuids: Iterable[str]) -> frozenset[str]:
+        return frozenset([one for one in uuids if is_unused(self.readings[one]) and not awaits_memory(self, one)])
 
     @property
     def topology(self) -> NodeTopology | None:
