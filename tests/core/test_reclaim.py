@@ -24,11 +24,13 @@ from tests.core.test_keep import keep
 AFTER_S, NOTICE_S, CHECK_S = 60.0, 20.0, 5.0
 SLACK_S = CHECK_S + 1.0
 """Between two looks at who waits."""
+SHORT_NOTICE: dict[str, Any] = {"reclaim_notice_s": NOTICE_S, "reclaim_notice_most_s": NOTICE_S}
+"""Of all leases, however long their holders may trust them."""
 
 
 def world(gpus: int = 2, **what: Any) -> World:
     """A node, whose GPUs do nothing; notices are shorter than in earnest."""
-    here = World(policy=Policy(reclaim_notice_s=NOTICE_S, **what))
+    here = World(policy=Policy(**SHORT_NOTICE | what))
     here.node(gpus=gpus)
     for index in range(gpus):
         works(here, index, 0.0)
@@ -292,7 +294,7 @@ def test_no_more_leases_are_taken_than_those_who_wait_need() -> None:
 
 
 def test_a_gang_is_idle_where_all_of_its_nodes_are() -> None:
-    here = World(policy=Policy(reclaim_notice_s=NOTICE_S)).node("a", gpus=1).node("b", gpus=1)
+    here = World(policy=Policy(**SHORT_NOTICE)).node("a", gpus=1).node("b", gpus=1)
     for node in ("a", "b"):
         works(here, 0, 0.0, node)
     lease = holds(here, 1, nodes=2)
@@ -395,12 +397,13 @@ def test_a_step_of_the_wall_clock_changes_no_moment() -> None:
 
 
 PLAY_S, PLAY_NOTICE_S = 20.0, 10.0
+PLAY_NOTICE: dict[str, Any] = {"reclaim_notice_s": PLAY_NOTICE_S, "reclaim_notice_most_s": PLAY_NOTICE_S}
 ACTIONS = ("work", "unknown", "keep", "silence", "release", *2 * ("rest",), *3 * ("lease",), *8 * ("time",))
 
 
 def play(seed: int, steps: int = 150) -> list[str]:  # noqa: C901, PLR0912 - one case for each
     """What is wrong with the reclaims of a random run: by the readings that were shown and the events, not the code."""
-    chance, here = random.Random(seed), World(policy=Policy(reclaim_notice_s=PLAY_NOTICE_S)).node(gpus=3)
+    chance, here = random.Random(seed), World(policy=Policy(**PLAY_NOTICE)).node(gpus=3)
     leases, told, kept, wrong = list[Lease](), dict[str, float](), dict[str, float](), list[str]()
     for index in range(3):
         works(here, index, 0.0)

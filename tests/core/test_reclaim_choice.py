@@ -11,7 +11,7 @@ from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core.policy import Policy
 from tests.core.build import World, gpu
 from tests.core.test_arrays import submit
-from tests.core.test_reclaim import AFTER_S, NOTICE_S, SLACK_S, ended, holds, kinds, works, world
+from tests.core.test_reclaim import AFTER_S, NOTICE_S, SHORT_NOTICE, SLACK_S, ended, holds, kinds, works, world
 
 
 def agreed_job(here: World) -> tuple[str, Lease]:
@@ -128,7 +128,7 @@ def test_a_gpu_that_would_be_held_for_an_older_request_helps_no_newer_one(max_by
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_gang_that_could_not_start_anyway_keeps_no_newer_request_from_being_helped(is_there: bool) -> None:
-    here = World(policy=Policy(reclaim_notice_s=NOTICE_S, max_bypass=0)).node("a", gpus=1).node("b", gpus=1)
+    here = World(policy=Policy(**SHORT_NOTICE, max_bypass=0)).node("a", gpus=1).node("b", gpus=1)
     works(here, 0, 0.0, "a")
     works(here, 0, 1.0, "b")
     lease = holds(here, node="a")
@@ -140,7 +140,7 @@ def test_a_gang_that_could_not_start_anyway_keeps_no_newer_request_from_being_he
 
 
 def test_where_an_older_request_has_gpus_held_on_another_node_a_newer_one_is_helped() -> None:
-    here = World(policy=Policy(reclaim_notice_s=NOTICE_S, max_bypass=1))
+    here = World(policy=Policy(**SHORT_NOTICE, max_bypass=1))
     for node in ("a", "b"):
         here.node(node, gpus=3)
         for index in range(3):
@@ -164,7 +164,7 @@ def test_where_an_older_request_has_gpus_held_on_another_node_a_newer_one_is_hel
 
 
 def test_a_request_that_has_others_preempted_needs_no_idle_lease_and_those_end_once() -> None:
-    here = World(policy=Policy(reclaim_notice_s=NOTICE_S, preemption=True, preempt_after_s=0.0, preempt_notice_s=600.0))
+    here = World(policy=Policy(**SHORT_NOTICE, preemption=True, preempt_after_s=0.0, preempt_notice_s=600.0))
     here.node(gpus=2)
     idle, preempted = holds(here), holds(here, ttl_s=600.0, priority=Priority.SCAVENGE)
     for index in range(2):

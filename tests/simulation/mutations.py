@@ -475,6 +475,11 @@ def reclaim_without_notice() -> Patches:
     return [(f"{CORE}.reclaim._give_notice", reclaim._end)]
 
 
+def reclaim_what_is_trusted() -> Patches:
+    """Idle leases end after the notice, whether their holders have heard of it or not."""
+    return [(f"{CORE}.reclaim._moment_s", lambda turn, _: turn.now.mono_s + turn.policy.reclaim_notice_s)]
+
+
 def reclaim_what_works() -> Patches:
     """What readings show of the work of a GPU does not matter."""
     observe_idle = gpu_observation.observe_idle
@@ -570,6 +575,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         preempt_for_others,
         reclaim_anyone,
         reclaim_without_notice,
+        reclaim_what_is_trusted,
         reclaim_what_works,
         read_work_with_processes,
         reclaim_what_is_kept,
@@ -599,8 +605,8 @@ OF_RESERVATIONS = ("grant_what_is_reserved",)
 OF_PREEMPTION = ("preempt_anyone", "preempt_at_once", "preempt_for_others")
 """Those that only show where leases end for others."""
 OF_RECLAIM = (
-    *("reclaim_anyone", "reclaim_without_notice", "reclaim_what_works", "read_work_with_processes"),
-    *("reclaim_what_is_kept", "reclaim_for_no_one", "reclaim_all_for_one"),
+    *("reclaim_anyone", "reclaim_without_notice", "reclaim_what_is_trusted", "reclaim_what_works"),
+    *("read_work_with_processes", "reclaim_what_is_kept", "reclaim_for_no_one", "reclaim_all_for_one"),
 )
 """Those that only show where idle GPUs are taken back."""
 OF_FAIR_SHARE = ("no_place_is_kept",)

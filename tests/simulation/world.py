@@ -68,9 +68,9 @@ MAX_QUEUED = 20
 """Requests of one user that may wait: more than those of all others together."""
 PREEMPT_AFTER_S = 3.0
 """For so long a lease holds its GPUs at least before it is preempted."""
-RECLAIM_AFTER_S, RECLAIM_NOTICE_S, RECLAIM_CHECK_S = 1.5, 3.2, 0.5
-"""After so much idle time GPUs are taken back, so long after a notice; and how often that is looked at. The notice is
-longer than any `ttl_s` there."""
+RECLAIM_AFTER_S, RECLAIM_NOTICE_S, RECLAIM_CHECK_S = 1.5, 0.8, 0.5
+"""After so much idle time GPUs are taken back, so long after a notice at least; and how often that is looked at. The
+notice is shorter than any `ttl_s` there: who does not hear of it trusts the lease for longer."""
 CALM_S = 200.0
 """How long everyone has to be served once nothing fails any more."""
 MAX_CALM_STEPS = 4000

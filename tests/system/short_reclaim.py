@@ -17,7 +17,8 @@ AFTER_S, NOTICE_S, CHECK_S = 0.5, 0.5, 0.2
 
 def short_policy(settings: ServeSettings) -> Policy:
     """The rules that the settings say, with short times for each lease of priority interactive."""
-    return replace(policy_of(settings), reclaim_interactive_after_s=AFTER_S, reclaim_notice_s=NOTICE_S)
+    short: dict[str, Any] = {"reclaim_notice_s": NOTICE_S, "reclaim_notice_most_s": NOTICE_S}
+    return replace(policy_of(settings), reclaim_interactive_after_s=AFTER_S, **short)
 
 
 def run_with_short_times(*arguments: Any) -> None:

@@ -106,6 +106,8 @@ class Policy:
     """For how long none of the GPUs of an interactive lease has worked when they are taken back; 0: never."""
     reclaim_notice_s: float = 300.0
     """How long before that its holder is told, at least."""
+    reclaim_notice_most_s: float = 3600.0
+    """For so long at most it is waited for the end of what the holder was promised before they were told."""
     max_queued: int = 10_000
     """Requests that may wait at once."""
     max_queued_bytes: int = 2**30

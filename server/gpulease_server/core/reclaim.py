@@ -93,7 +93,7 @@ def _why_not(turn: Turn, record: LeaseRecord) -> IdleTime | str:
 
 
 def _give_notice(turn: Turn, record: LeaseRecord, idle: IdleTime, for_id: str) -> None:
-    lease, at_s = record.lease, turn.now.mono_s + turn.policy.reclaim_notice_s
+    lease, at_s = record.lease, _moment_s(turn, record.lease)
     if _ends_before(turn, record, at_s):
         return
     turn.put(ReclaimNotice(lease.id, at_s, for_id))
@@ -104,6 +104,15 @@ def _give_notice(turn: Turn, record: LeaseRecord, idle: IdleTime, for_id: str) -
         "lease.reclaim_notice",
         f"at {at:%Y-%m-%d %H:%M:%S} UTC, for {for_id}: {_rests_on(turn, lease, idle)}",
     )
+
+
+def _moment_s(turn: Turn, lease: Lease) -> float:
+    """When GPUs are taken back of which the holder is told now. A holder that no longer reaches the daemon does not
+    hear of it, and may trust the lease until the end that the last renewal promised: not before that, within a bound.
+    A holder that renews does."""
+    now_s, policy = turn.now.mono_s, turn.policy
+    promised_s = turn.ledger.deadlines.get(lease.id, now_s) - now_s
+    return now_s + max(policy.reclaim_notice_s, min(promised_s, policy.reclaim_notice_most_s))
 
 
 def _ends_before(turn: Turn, record: LeaseRecord, at_s: float) -> bool:
