@@ -396,6 +396,33 @@ def test_a_step_of_the_wall_clock_changes_no_moment() -> None:
     assert ended(here, lease)
 
 
+@pytest.mark.parametrize("jump_s", [-1e5, 1e5])
+def test_a_step_of_the_wall_clock_neither_spares_an_idle_job_nor_ends_it_sooner(jump_s: float) -> None:
+    here = world(1, reclaim_interactive_after_s=AFTER_S)
+    job_id = here.submit(1, timeout_s=1e4, priority=Priority.INTERACTIVE)
+    here.run_job(job_id)
+    lease = here.ledger.leases[here.ledger.jobs[job_id].job.lease_id].lease
+    here.lease(1, ttl_s=1e6)
+    here.wall_jump_s = jump_s
+    here.pass_time(AFTER_S + SLACK_S)
+    assert kinds(here, lease) == ["reclaim_notice"], "it would run for hours"
+    here.pass_time(NOTICE_S - SLACK_S)
+    assert here.ledger.jobs[job_id].job.state is JobState.RUNNING
+    here.pass_time(3 * SLACK_S)
+    assert here.ledger.jobs[job_id].job.state is JobState.STOPPING
+
+
+@pytest.mark.parametrize("timeout_s", [AFTER_S + NOTICE_S - 5.0, AFTER_S + NOTICE_S + 4 * SLACK_S])
+def test_a_job_that_its_node_ends_before_the_moment_is_not_told(timeout_s: float) -> None:
+    here = world(1, reclaim_interactive_after_s=AFTER_S)
+    job_id = here.submit(1, timeout_s=timeout_s, priority=Priority.INTERACTIVE)
+    here.run_job(job_id)
+    lease = here.ledger.leases[here.ledger.jobs[job_id].job.lease_id].lease
+    here.lease(1, ttl_s=1e6)
+    here.pass_time(AFTER_S + SLACK_S)
+    assert bool(kinds(here, lease)) is (timeout_s > AFTER_S + NOTICE_S)
+
+
 PLAY_S, PLAY_NOTICE_S = 20.0, 10.0
 PLAY_NOTICE: dict[str, Any] = {"reclaim_notice_s": PLAY_NOTICE_S, "reclaim_notice_most_s": PLAY_NOTICE_S}
 ACTIONS = ("work", "unknown", "keep", "silence", "release", *2 * ("rest",), *3 * ("lease",), *8 * ("time",))

@@ -9,9 +9,9 @@ administrator says so. Never by an average, and never without notice. See docs/d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime, timedelta
 
 from gpulease_protocol.model import EndReason, JobState, Lease
+from gpulease_server.core.declared_ends import declared_end_s
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.idle import IdleTime, idle_time
 from gpulease_server.core.job import cancel_job
@@ -20,8 +20,8 @@ from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.reclaim_choice import leases_to_reclaim
 from gpulease_server.core.reclaim_records import ReclaimNotice
 from gpulease_server.core.reclaim_rule import withdraw_notice
-from gpulease_server.core.records import JobRecord, LeaseRecord
-from gpulease_server.core.shadow_time import JOB_GRACE_S
+from gpulease_server.core.records import LeaseRecord
+from gpulease_server.core.shadow_time import JOB_GRACE_S, JOB_START_S
 from gpulease_server.core.timestamps import wall_clock
 from gpulease_server.core.token_budgets import last_moment_s
 from gpulease_server.core.turn import Turn
@@ -120,14 +120,12 @@ def _ends_before(turn: Turn, record: LeaseRecord, at_s: float) -> bool:
     last_s = last_moment_s(turn.ledger, record, turn.now)
     if last_s is not None and last_s <= at_s:
         return True
-    job = turn.ledger.live_jobs.get(record.lease.job_id or "")
-    if job is None or job.spec.timeout_s is None or job.job.started_at is None:
+    job, end_s = turn.ledger.live_jobs.get(record.lease.job_id or ""), declared_end_s(turn.ledger, record, turn.now)
+    if job is None or job.job.started_at is None or end_s is None:
         return False
-    return _over_at(job, job.job.started_at, job.spec.timeout_s) <= wall_clock(turn.now, at_s)
-
-
-def _over_at(job: JobRecord, started_at: datetime, timeout_s: float) -> datetime:
-    return started_at + timedelta(seconds=min(timeout_s, 1e9))
+    # A job that has run for so much longer started late: it is not known here when it ends.
+    late_s = JOB_START_S + (turn.policy.gang_start_s if record.lease.demand.nodes > 1 else 0.0)
+    return turn.now.mono_s - late_s <= end_s <= at_s
 
 
 def _end(turn: Turn, record: LeaseRecord, idle: IdleTime, for_id: str) -> None:
