@@ -21,6 +21,7 @@ from gpulease_protocol.model import (
 from gpulease_server.core import victim_choice
 from gpulease_server.core.elastic_growth import GROW_AFTER_S
 from gpulease_server.core.happenings import JobSubmitted, SubmittedJob, Ticked
+from gpulease_server.core.preempted_gpus import preemptions_under_way
 from gpulease_server.core.records import NotBefore
 from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
 from tests.core.build import World
@@ -68,6 +69,23 @@ def restart(here: World, down_s: float = 0.0) -> None:
         here.ledger.apply(replace(one, end_s=float("inf")))
     here.at_s += down_s
     reset_deadlines(here.ledger, here.now)
+
+
+def submit_array(here: World) -> None:
+    """Two jobs of one GPU each, of which one may run at once."""
+    spec = JobSpec(command=("train.py",), gpus=1)
+    jobs = tuple(SubmittedJob(job_id=f"job-{at}", lease_id=f"lease-{at}", index=at, spec=spec) for at in ("x", "y"))
+    here.turn(
+        JobSubmitted(
+            cause="array",
+            jobs=jobs,
+            name="",
+            demand=Demand(count=1),
+            holder=Holder(user="ada"),
+            array_id="array",
+            array_at_most=1,
+        )
+    )
 
 
 def tick(here: World, *, stalled_s: float = 0.0) -> None:
@@ -123,6 +141,52 @@ def test_nothing_ends_for_a_request_that_a_limit_keeps_out_by_then() -> None:
     spared(here, held, waits, "limit is 1")
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_was_held_beside_a_lease_that_goes_on_is_let_go_with_the_notice(restarts: bool) -> None:
+    here = world(gpus=2)
+    held, job_id = scavenge(here), job(here)
+    here.pass_time(AFTER_S)
+    waits, newer = ask(here, 2), ask(here, user="eve")
+    here.pass_time(1.5)
+    assert len(preempted_ids(here)) == 2
+    stop(here, job_id)
+    here.limit("ada", max_gpus=1)
+    if restarts:
+        restart(here)
+        here.report()
+    keep(here, held, here.ledger.preemptions[waits.id].end_s - here.at_s - 3.0)
+    assert state(here, newer) is LeaseState.QUEUED, "the GPU of the job is held"
+    keep(here, held, 5.0)
+    assert state(here, held) is LeaseState.ACTIVE
+    assert state(here, newer) is LeaseState.ACTIVE
+    assert not any(preemptions_under_way(here.ledger, here.now, here.policy))
+    here.limit("ada")
+    give_back(here, held)
+    give_back(here, newer)
+    here.report()
+    assert state(here, waits) is LeaseState.ACTIVE, "it waits as any"
+
+
+def test_the_notice_is_withdrawn_where_the_array_of_a_job_runs_as_many_jobs_as_it_may_by_then() -> None:
+    here = world(gpus=1)
+    held = scavenge(here)
+    here.pass_time(AFTER_S)
+    submit_array(here)
+    here.ledger.apply(NotBefore("lease-x", here.at_s + 5.0))  # as before a retry
+    here.pass_time(2.0)
+    assert list(here.ledger.preemptions) == ["lease-y"]
+    assert preempted_ids(here) == [held.id]
+    keep(here, held, 5.0)
+    here.node("b", gpus=1)
+    assert of(here, "job-x").job.state is JobState.STARTING
+    spared(here, held, here.ledger.leases["lease-y"].lease, "array array runs as many jobs as it may at once")
+    here.run_job("job-x", "b")
+    here.ended("job-x", node="b")
+    assert of(here, "job-y").job.state is JobState.STARTING, "on the GPU of the first, as nothing is held for it"
+    keep(here, held, TTL_S)
+    assert state(here, held) is LeaseState.ACTIVE
+
+
 def test_a_newer_request_of_the_same_user_leaves_what_one_that_preempts_needs_of_their_limit() -> None:
     here = world(gpus=2)
     here.limit("ada", max_gpus=2)
@@ -142,19 +206,7 @@ def test_an_array_runs_no_more_jobs_than_it_may_on_the_gpus_that_are_held_for_on
     here = world(gpus=1)
     job_id = job(here)
     here.pass_time(AFTER_S)
-    spec = JobSpec(command=("train.py",), gpus=1)
-    jobs = tuple(SubmittedJob(job_id=f"job-{at}", lease_id=f"lease-{at}", index=at, spec=spec) for at in ("x", "y"))
-    here.turn(
-        JobSubmitted(
-            cause="array",
-            jobs=jobs,
-            name="",
-            demand=Demand(count=1),
-            holder=Holder(user="ada"),
-            array_id="array",
-            array_at_most=1,
-        )
-    )
+    submit_array(here)
     here.ledger.apply(NotBefore("lease-x", here.at_s + 5.0))  # as before a retry
     here.pass_time(2.0)
     assert list(here.ledger.preemptions) == ["lease-y"]

@@ -117,7 +117,8 @@ class Day:
         lease = here.ledger.leases[lease_id].lease if lease_id in here.ledger.leases else None
         if event.kind == "lease.granted":
             for waits, gpus in held.items():
-                still = here.ledger.leases[waits].lease.state is LeaseState.QUEUED
+                withdrawn = waits in here.ledger.preemptions and not here.ledger.preemptions[waits].gpus
+                still = here.ledger.leases[waits].lease.state is LeaseState.QUEUED and not withdrawn
                 assert not still or waits == lease_id or free.isdisjoint({*gpus} & {*event.gpus}), "held for another"
         elif event.kind == "lease.preempting" and lease is not None and event.job_id is None:
             self.told[lease_id] = here.at_s, preempt_at(here, lease)

@@ -18,7 +18,7 @@ def preemptions_under_way(ledger: Ledger, now: Instant, policy: Policy) -> Itera
     for one in ledger.preemptions.values():
         record = ledger.leases.get(one.lease_id)
         waits = record is not None and record.lease.state is LeaseState.QUEUED
-        if record is not None and waits and now.mono_s < one.held_until_s(policy):
+        if record is not None and waits and one.gpus and now.mono_s < one.held_until_s(policy):
             yield one, record
 
 

@@ -117,13 +117,14 @@ def _why_missing(reservations: Reservations, one: Preemption, lease: Lease, uuid
 
 
 def _withdraw(turn: Turn, one: Preemption, why: str) -> None:
-    """Let the leases go on that have not ended. Jobs were told to stop, and do."""
+    """Let the leases go on that have not ended. Jobs were told to stop, and do. Without the GPUs of a lease that goes
+    on the others do not suffice: they are held for the request no longer."""
     going_on = _victims(turn, one)
     for record in going_on:
         turn.emit("lease.preemption_withdrawn", lease_id=record.lease.id, reason=why)
     if going_on:
         ids = {record.lease.id for record in going_on}
-        turn.put(replace(one, victims=tuple(lease_id for lease_id in one.victims if lease_id not in ids)))
+        turn.put(replace(one, victims=tuple(lease_id for lease_id in one.victims if lease_id not in ids), gpus=()))
 
 
 def _preempt(turn: Turn) -> None:

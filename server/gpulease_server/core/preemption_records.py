@@ -36,7 +36,7 @@ class Preemption:
     victims: tuple[str, ...]
     """Ids of the leases that end for it; without those that keep their GPUs after all."""
     gpus: tuple[str, ...]
-    """UUIDs of the GPUs on which it is to start, held for it."""
+    """UUIDs of the GPUs on which it is to start, held for it; none once leases have kept theirs after all."""
     noticed_at: datetime
     """When the holders were told."""
     preempt_at: datetime
