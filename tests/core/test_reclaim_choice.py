@@ -9,7 +9,9 @@ import pytest
 from gpulease_protocol.model import JobState, Lease, LeaseState, Priority
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core.policy import Policy
-from tests.core.build import World, gpu
+from gpulease_server.core.reclaim_choice import Choice
+from gpulease_server.core.reservation_view import current_reservations
+from tests.core.build import World, gpu, uuid
 from tests.core.test_arrays import submit
 from tests.core.test_reclaim import AFTER_S, NOTICE_S, SHORT_NOTICE, SLACK_S, ended, holds, kinds, works, world
 
@@ -175,3 +177,17 @@ def test_a_request_that_has_others_preempted_needs_no_idle_lease_and_those_end_o
     here.pass_time(AFTER_S + 2 * SLACK_S)
     assert kinds(here, idle) == []
     assert kinds(here, preempted) == []
+
+
+@pytest.mark.parametrize("lent_by", ["another", "itself", None])
+def test_gpus_that_another_request_has_lent_to_an_idle_lease_help_no_one_else(lent_by: str | None) -> None:
+    """The idle lease ran ahead of that request, which gets its GPUs once it ends."""
+    here = world(1)
+    idle, waits = holds(here), here.lease(1, ttl_s=1e6)
+    record, reservations = here.ledger.leases[waits.id], current_reservations(here.ledger, here.now, here.policy)
+    if lent_by is not None:
+        reservations.lent[uuid(0)] = waits.id if lent_by == "itself" else "lease-of-another"
+    choice = Choice(reservations, [idle.id])
+    is_helped = choice.add(record, reservations.users.demand_within(record.lease))
+    assert is_helped is (lent_by != "another")
+    assert choice.chosen == ({idle.id: waits.id} if is_helped else {})
