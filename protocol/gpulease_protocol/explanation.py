@@ -62,6 +62,13 @@ class RecentUsage(Noun):
     gpu_hours: float
     """GPU-hours: of what was used a half-life ago half counts, 7 days unless set otherwise. What is held now counts for
     an hour more."""
+    group: str | None = None
+    """The group by whose usage the user's requests are ordered first, where the administrator has given it a share;
+    null for a user in none."""
+    group_gpu_hours: float | None = None
+    """GPU-hours of all members of that group, counted in the same way; null without a group."""
+    group_share: float | None = None
+    """For how many users the group counts: its GPU-hours are divided by that; null without a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import DESKTOP_NAMES, MONITOR_NAMES, Policy
-from gpulease_server.setting_checks import gpu_weight
+from gpulease_server.setting_checks import gpu_weight, group_share
 from gpulease_server.settings import CommandVisibility, ServeSettings
 
 
@@ -23,6 +23,7 @@ def policy_of(settings: ServeSettings) -> Policy:
         preempt_notice_s=settings.preempt_notice_s,
         usage_half_life_s=settings.usage_half_life_days * 24 * 3600.0,
         gpu_weights=tuple(map(gpu_weight, settings.gpu_weights)),
+        group_shares=tuple(map(group_share, settings.group_shares)),
         node_lost_after_s=settings.node_lost_after_s,
         max_keep_s=settings.max_keep_s,
         reclaim_interactive_after_s=settings.reclaim_idle_interactive_after_s,

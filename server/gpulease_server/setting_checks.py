@@ -55,6 +55,23 @@ def gpu_weight(text: str) -> tuple[str, float]:
     return model, float(number)
 
 
+def checked_shares(texts: list[str] | None) -> list[str] | None:
+    """Shares of groups, one of each. Raises ValueError."""
+    names = [group_share(text)[0] for text in texts or ()]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"group {name!r} is named twice; give it one share")
+    return texts
+
+
+def group_share(text: str) -> tuple[str, float]:
+    """A group, and for how many users it counts. Raises ValueError."""
+    name, _, number = text.rpartition("=")
+    if not name or not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", number) or float(number) == 0:
+        raise ValueError(f"{text!r} is not GROUP=N with a number over 0, up to 9999; write it like vision=5")
+    return name, float(number)
+
+
 def checked_command(text: str) -> str:
     """Words of a command as a shell splits them. Raises ValueError."""
     shlex.split(text)

@@ -21,15 +21,8 @@ from gpulease_protocol.host.settings import (
     setting,
     shared,
 )
+from gpulease_server import setting_checks
 from gpulease_server.database_settings import DATA, DATABASE_URL
-from gpulease_server.setting_checks import (
-    checked_admins,
-    checked_command,
-    checked_file_mode,
-    checked_reclaim,
-    checked_weights,
-    normalized_origins,
-)
 
 NETWORK, ACCESS, LIMITS, QUEUE = "Network", "Access", "Limits per user", "Queue"
 """Headings in `gpulease serve --help`."""
@@ -83,7 +76,7 @@ class ServeSettings:
         "File mode of the Unix socket: who may connect to it.",
         variable="GPULEASE_SOCKET_MODE",
         metavar="MODE",
-        check=checked_file_mode,
+        check=setting_checks.checked_file_mode,
         group=NETWORK,
     )
     tls_cert: Path | None = setting(
@@ -127,7 +120,7 @@ class ServeSettings:
         variable="GPULEASE_ADMINS",
         flag="--admin",
         metavar="USER|@GROUP",
-        check=checked_admins,
+        check=setting_checks.checked_admins,
         group=ACCESS,
     )
     cors_origins: tuple[str, ...] = setting(
@@ -136,7 +129,7 @@ class ServeSettings:
         variable="GPULEASE_CORS_ORIGINS",
         flag="--cors-origin",
         metavar="ORIGIN",
-        check=normalized_origins,
+        check=setting_checks.normalized_origins,
         group=ACCESS,
     )
     show_commands: CommandVisibility = setting(
@@ -207,7 +200,7 @@ class ServeSettings:
         "but no shell reads them; variables such as GPULEASE_IDLE_USER tell of the lease.",
         variable="GPULEASE_IDLE_COMMAND",
         metavar="COMMAND",
-        check=checked_command,
+        check=setting_checks.checked_command,
         group=QUEUE,
     )
     idle_after_s: float = setting(
@@ -233,7 +226,7 @@ class ServeSettings:
         variable="GPULEASE_RECLAIM_IDLE_INTERACTIVE_AFTER_S",
         minimum=0,
         maximum=366 * 24 * 3600,
-        check=checked_reclaim,
+        check=setting_checks.checked_reclaim,
         group=QUEUE,
     )
     database_url: str | None = shared(None, DATABASE_URL)
@@ -334,7 +327,17 @@ class ServeSettings:
         variable="GPULEASE_GPU_WEIGHTS",
         flag="--gpu-weight",
         metavar="MODEL=N",
-        check=checked_weights,
+        check=setting_checks.checked_weights,
+        group=QUEUE,
+    )
+    group_shares: tuple[str, ...] = setting(
+        (),
+        "With fair share: order the members of the group of limits GROUP by what all of them have used, before their "
+        "own usage; it counts as N users, as in vision=5. Repeatable.",
+        variable="GPULEASE_GROUP_SHARES",
+        flag="--group-share",
+        metavar="GROUP=N",
+        check=setting_checks.checked_shares,
         group=QUEUE,
     )
     max_overtakes: int = setting(

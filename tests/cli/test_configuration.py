@@ -73,7 +73,7 @@ def samples(option: Any) -> tuple[Any, Any, Any]:
     wanted = option.kind
     if option.name == "cors_origins":
         return ["http://a", "https://b:1"], ["http://c", "http://[::1]:2"], ["http://e"]
-    if option.name == "gpu_weights":
+    if option.name in ("gpu_weights", "group_shares"):
         return ["A100=2", "H100=3"], ["A100=0.5"], ["H100=4"]
     if option.name == "socket_mode":
         return "0600", "0660", "0700"

@@ -38,6 +38,7 @@ class EveryRequest(QueueWalk):
     def __iter__(self) -> Iterator[LeaseRecord]:
         apart = None if self.reservations.policy.fair_share else self.reservations.users.limited_users
         self.ledger.classes_by_user(apart)
+        self._first = frozenset(self.ledger.alone)
         seen: set[str] = set()
         while True:
             only_new = self._is_over()
@@ -69,7 +70,7 @@ class EveryRequest(QueueWalk):
 class Story:
     """Random turns on a few nodes. The same seed makes the same story."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, group_share: float | None = None) -> None:
         self.drawn = draw = random.Random(seed)
         interactive_gpus = draw.choice([0, 2, 3])
         limits = UserLimits(
@@ -85,6 +86,8 @@ class Story:
             fair_share=draw.choice([False, True]),
             usage_half_life_s=draw.choice([100.0, 1e6]),
         )
+        if group_share is not None:
+            policy = replace(policy, fair_share=True, group_shares=(("lab", group_share),))
         self.world, self.names = World(policy=policy), "abc"[: draw.randint(1, 3)]
         for name in self.names:
             self.world.node(name, gpus=[self.gpu(index, name) for index in range(draw.randint(1, 5))])
@@ -94,6 +97,8 @@ class Story:
         self.limits, self.times = random.Random(seed + 1000), random.Random(seed + 2000)
         self.timed = self.times.random() < 0.5
         self.set_limits(0.3)
+        if group_share is not None:
+            self.world.limit("lab", "group", members=tuple(self.users[:2]), **draw.choice([{}, {"max_gpus": 3}]))
 
     def set_limits(self, share: float) -> None:
         """In some stories an administrator sets limits of a user, a group and a token, and removes them."""
@@ -227,9 +232,11 @@ class Story:
         return [*reasons, gpu_views(world.ledger, world.now, world.policy), world.ledger.queue, world.wanted.copy()]
 
 
-def tell(seed: int, steps: int, after_step: Callable[[World], None]) -> tuple[list[object], list[Change], str]:
+def tell(
+    seed: int, steps: int, after_step: Callable[[World], None], group_share: float | None = None
+) -> tuple[list[object], list[Change], str]:
     """A story's readings after each step, its changes and its answers."""
-    story, shown = Story(seed), []
+    story, shown = Story(seed, group_share), []
     for _ in range(steps):
         if story.world.ledger.limits.records:
             story.set_limits(0.05)
@@ -241,11 +248,22 @@ def tell(seed: int, steps: int, after_step: Callable[[World], None]) -> tuple[li
 
 @pytest.mark.parametrize("seed", [*range(24), 47, 68, 73])
 def test_a_walk_decides_as_one_that_looks_at_every_request(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, changes, answers = tell(seed, 40, World.check)
+    decides_as_one_that_looks_at_every_request(seed, None, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", [*range(5), 47, 66])
+def test_so_does_one_in_which_each_grant_moves_a_group(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    decides_as_one_that_looks_at_every_request(seed, 1.0 + seed % 2, monkeypatch)
+
+
+def decides_as_one_that_looks_at_every_request(
+    seed: int, group_share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, changes, answers = tell(seed, 40, World.check, group_share)
     for module in (queue, reservation_view):
         monkeypatch.setattr(module, "QueueWalk", EveryRequest)
     monkeypatch.setattr(NodeRankings, "of", lambda *_: None)
-    all_shown, all_changes, all_answers = tell(seed, 40, lambda _: None)
+    all_shown, all_changes, all_answers = tell(seed, 40, lambda _: None, group_share)
     assert answers == all_answers
     assert changes == all_changes
     assert shown == all_shown

@@ -26,6 +26,22 @@ def test_members_of_a_group_share_its_gpus_and_delay_no_one_else() -> None:
     assert granted(found) == {"ada": 0, "bob": 100, "cy": 2}
 
 
+@pytest.mark.parametrize(("shares", "order"), [((), ["bob", "cy"]), ((("vision", 1.0),), ["cy", "bob"])])
+def test_a_share_of_a_group_orders_its_members_by_what_the_group_has_used(
+    shares: tuple[tuple[str, float], ...], order: list[str]
+) -> None:
+    requests = [
+        request("ada", 0, 9 * HOUR_S, user="ada"),
+        request("full", 9.1 * HOUR_S, HOUR_S, user="zoe"),
+        request("bob", 9.2 * HOUR_S, HOUR_S, user="bob"),
+        request("cy", 9.3 * HOUR_S, HOUR_S, user="cy"),
+    ]
+
+    found = granted(run(requests, records=[limit(GROUP, "vision", "ada", "bob")], fair_share=True, group_shares=shares))
+
+    assert sorted(("bob", "cy"), key=lambda name: found[name] or 0.0) == order
+
+
 def test_gpu_hours_that_are_used_keep_a_request_until_they_have_left_the_window() -> None:
     requests = [
         request("first", 0, 2 * HOUR_S),

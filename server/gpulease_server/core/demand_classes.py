@@ -129,6 +129,8 @@ class DemandClasses:
     """By user, the step of their usage, see `core.fair_share`; empty while usage does not count."""
     lowest_step: int = 0
     """Who has a lower step, or none, counts as on this one."""
+    moved: dict[str | None, int] = field(default_factory=dict)
+    """The users whom `set_steps` last put on other steps, and on which ones they were before."""
     pauses: list[tuple[float, str]] = field(default_factory=list)
     """A heap: when a pause ends, and the lease id. Those of former leases are passed over."""
 
@@ -204,6 +206,7 @@ class DemandClasses:
         """Put users on other steps, and their requests where those belong. `kept`: the steps of the requests that keep
         their places. No user falls from behind one of these to where it is, nor from where it is to before it."""
         changed: dict[str | None, None] = {}
+        self.moved = {}
         floors = sorted({*kept})
         for user, wanted in steps:
             before = max(self.steps.get(user, self.lowest_step), self.lowest_step)
@@ -211,6 +214,7 @@ class DemandClasses:
             step = max(wanted, floors[at - 1] + (floors[at - 1] < before)) if at else wanted
             if self.steps.get(user) != step:
                 self.steps[user] = step
+                self.moved[user] = before
                 changed[user] = None
         if lowest != self.lowest_step:
             self.lowest_step, changed = lowest, dict.fromkeys(self.of_user)

@@ -33,7 +33,7 @@ Usages are not divided by the capacity of the fleet: that would change no compar
 | the wall clock is put back over a restart | no time has passed |
 | a user's usage has decayed to nothing | the row is removed at the next start |
 | GPUs are held for a request | its step stays, and no user falls to where they would pass it, see `core.order` |
-| users are in one group of limits | nothing: users only. A group would be a part of the step, before the user's own |
+| users are in one group of limits | nothing, unless the group has a share: then it goes first, see `core.group_usage` |
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from collections.abc import Iterable
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import LeaseState
 from gpulease_server.core.fast_replace import replace
+from gpulease_server.core.group_usage import step_changes
 from gpulease_server.core.limit_records import LimitKey
-from gpulease_server.core.order_records import UsageRemoved, UsageSteps
+from gpulease_server.core.order_records import UsageRemoved
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.usage import entry_s, ordering_s, step_of, usage_of, weight_of
+from gpulease_server.core.usage import entry_s, usage_of, weight_of
 
 RECOUNT_S = 300.0
 """How often the steps of all who wait are found again."""
@@ -56,13 +57,9 @@ NOTHING_S = 1.0
 
 def put_steps(turn: Turn, users: Iterable[str | None], counted_at_s: float | None = None) -> None:
     """Put users on the steps of their present usages, if these order their requests."""
-    policy, now = turn.policy, turn.now
-    if not policy.fair_share:
-        return
-    steps = tuple(
-        (user, step_of(ordering_s(usage_of(turn.ledger, user, now, policy)), now.mono_s, policy)) for user in users
-    )
-    turn.put(UsageSteps(steps, step_of(0.0, now.mono_s, policy), counted_at_s))
+    if turn.policy.fair_share:
+        for change in step_changes(turn.ledger, users, turn.now, turn.policy, counted_at_s):
+            turn.put(change)
 
 
 def recount_usage(turn: Turn) -> None:

@@ -18,7 +18,15 @@ from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.lease_index import count_for_token, put_watch
 from gpulease_server.core.limit_index import add
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
-from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageRecord, UsageRemoved, UsageSteps
+from gpulease_server.core.order_records import (
+    GroupUsage,
+    Overtakes,
+    PlacesKept,
+    RanAhead,
+    UsageRecord,
+    UsageRemoved,
+    UsageSteps,
+)
 from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved, goes_first, is_preemptible
 from gpulease_server.core.reclaim_records import ReclaimIndex, ReclaimNotice
 from gpulease_server.core.records import (
@@ -149,7 +157,7 @@ class Ledger(RequestQueue):
             case BypassCounts():
                 self._put_bypass_counts(change)
             case (Overtakes() | PlacesKept() | RanAhead() | Preemption() | PreemptionRemoved()) | (
-                UsageRemoved() | UsageSteps()
+                UsageRemoved() | GroupUsage() | UsageSteps()
             ):
                 self._put_order_change(change)
             case BudgetRecord():
@@ -157,7 +165,7 @@ class Ledger(RequestQueue):
             case BudgetRemoved():
                 self.budgets.pop(change.token_id, None)
             case LimitRecord() | LimitRemoved() | GpuTimeRecord() | GpuTimeRemoved():
-                self.limits.put(change)
+                self._put_limit_change(change)
             case ReclaimNotice():
                 self.reclaims.put_notice(change)
             case Reservation() | ReservationRemoved():

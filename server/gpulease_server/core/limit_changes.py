@@ -8,6 +8,7 @@ from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.limits import LimitKind, Limits, LimitUse
 from gpulease_server.core.budget_records import count_window
 from gpulease_server.core.gpu_time import new_gpu_time, resized, used_s
+from gpulease_server.core.group_usage import shares
 from gpulease_server.core.happenings import LimitsChanged
 from gpulease_server.core.limit_index import LimitIndex, counts_of
 from gpulease_server.core.limit_records import GpuTimeRemoved, LimitKey, LimitRecord, LimitRemoved, UserLimits
@@ -50,6 +51,8 @@ def on_limits_changed(turn: Turn, change: LimitsChanged) -> None:
         turn.put(record)
         turn.emit("limits.set", reason=f"{key}: {describe_limits(record)}, {by}")
     _keep_window(turn, key, change.limits)
+    if key.kind is LimitKind.GROUP and key.name in shares(turn.policy.group_shares):
+        turn.ledger.steps_counted_at_s = None  # its members may be others: all who wait are put on their steps
     turn.answer(change.cause, None)
 
 

@@ -62,11 +62,11 @@ from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.demand_classes import OrderedPlace, rank_of
 from gpulease_server.core.eligibility import divided_queue, is_eligible
 from gpulease_server.core.fast_replace import replace
+from gpulease_server.core.group_usage import used_step
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import Overtakes, PlacesKept
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.usage import LOWEST_S, step_of, usage_of
 from gpulease_server.core.user_limits import LimitedDemand, usage_by_user
 from gpulease_server.core.user_order import Out, UserOrder
 
@@ -144,7 +144,7 @@ def keep_places(turn: Turn, order: UserOrder) -> None:
             let_go.append(lease_id)
             continue
         askers.add(_asker(record))
-        if (used := _used_step(turn, record)) > step:
+        if (used := used_step(ledger, record.lease.holder.user, turn.now, turn.policy)) > step:
             kept[lease_id] = used
     for lease_id, step in held_at.items():
         asker = _asker(ledger.leases[lease_id])
@@ -160,12 +160,6 @@ def _waits_for_others(turn: Turn, order: UserOrder, record: LeaseRecord) -> bool
     if not is_eligible(turn.ledger, record, turn.now) or order.is_kept_out_alone(record):
         return False
     return order.waits_for_leases(record)
-
-
-def _used_step(turn: Turn, record: LeaseRecord) -> int:
-    """The step of what the user has used without entry charges; the very lowest for less than counts."""
-    used_s = usage_of(turn.ledger, record.lease.holder.user, turn.now, turn.policy).used_s
-    return step_of(used_s, turn.now.mono_s, turn.policy) if used_s > LOWEST_S else 0
 
 
 def _asker(record: LeaseRecord) -> tuple[str | None, int]:

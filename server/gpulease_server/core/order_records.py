@@ -69,6 +69,18 @@ class UsageRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupUsage:
+    """What the members of a group have used together, see `core.group_usage`. In memory only: it is the sum of what is
+    stored of them."""
+
+    group: str
+    usage: UsageRecord
+    """The sum."""
+    step: int
+    """The step of the group since then."""
+
+
+@dataclass(frozen=True, slots=True)
 class UsageSteps:
     """On which steps the usages of users are, which orders their requests. In memory only: it follows from what is
     stored, the clock and the configuration."""
@@ -80,4 +92,6 @@ class UsageSteps:
     """When all users who wait were put on their steps; None where only some were."""
 
 
-OrderChange = Overtakes | PlacesKept | RanAhead | UsageRecord | UsageRemoved | UsageSteps | PreemptionChange
+OrderChange = (
+    Overtakes | PlacesKept | RanAhead | UsageRecord | UsageRemoved | GroupUsage | UsageSteps | PreemptionChange
+)

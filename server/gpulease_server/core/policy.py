@@ -100,6 +100,9 @@ class Policy:
     """Of what was used so long ago half counts."""
     gpu_weights: tuple[tuple[str, float], ...] = ()
     """Texts in the names of GPU models, and for how many GPUs such a one counts: the first that is found, else 1."""
+    group_shares: tuple[tuple[str, float], ...] = ()
+    """Groups whose members are ordered by what the group has used, and for how many users each counts; see
+    `core.group_usage`."""
     max_keep_s: float = 24 * 3600.0
     """For how long idle GPUs may be kept on purpose from the moment when that is said; 0: not at all."""
     reclaim_interactive_after_s: float = 0.0

@@ -11,8 +11,8 @@ It still comes to those that something sets apart:
 - Where all that is free is reserved, some more, of which one may declare its time: it may have some of what is held
   (`core.easy_backfill`), and those before it must be known.
 
-A grant may put its user on a higher step (`core.fair_share`). What the user still waits for then moves back, also
-within the walk.
+A grant may put its user on a higher step (`core.fair_share`), and all members of the user's group
+(`core.group_usage`). What they still wait for then moves back, also within the walk.
 
 A class is looked at again behind the request at which that changed which its members share: what their user, group
 and token have, and how many jobs of their array run.
@@ -49,7 +49,6 @@ from gpulease_server.core.user_order import UserOrder
 
 Limiter = LimitKey | tuple[str, str | None]
 """What limits a class, beside others, by what changes within a walk: user, group, token, or `array` and its id."""
-
 
 SKIPPED_AT_ONCE = 16
 """So many requests that are skipped cost as much as one that is looked at."""
@@ -95,8 +94,9 @@ class QueueWalk:
     max_demands: int | None = None
     """When so many different demands are blocked, others are left out."""
     _at: OrderedPlace = (-2, 0, 0, "")
-    _step: int = 0
-    """The step of the user of the request at hand, before anything is granted there."""
+    _steps: dict[str | None, int] = field(default_factory=dict)
+    """The step of the user of the request at hand, before anything is granted there; and those of others of the user's
+    group whom the grant of it has moved."""
     _end: OrderedPlace | None = None
     """The place of `last`."""
     _first: frozenset[str] = frozenset()
@@ -140,7 +140,8 @@ class QueueWalk:
             if self._end is not None and place > self._end:
                 return
             self._at, record = place, self.ledger.leases[place[3]]
-            self._step = classes.group_of(record.lease.demand, record.lease.holder.user)[1]
+            user = record.lease.holder.user
+            self._steps = {user: classes.group_of(record.lease.demand, user)[1]}
             was_any_left = self.reservations.is_any_left
             if members is not None:
                 self._passed[members] = place[2:]
@@ -158,48 +159,59 @@ class QueueWalk:
                 self._look_again(record)
 
     def count_bypass(
-        self,
-        turn: Turn,
-        granted: LeaseRecord,
-        gpus: tuple[GpuRecord, ...],
-        place: OrderedPlace,
-        undelayed: Undelayed,
+        self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...], place: OrderedPlace, undelayed: Undelayed
     ) -> None:
         """Count a bypass for the older requests that could use the GPUs of a grant, or what it takes of a limit.
         `place`: where the walk came to the granted one; `undelayed`: whom it does not delay."""
         user = granted.lease.holder.user
+        self._steps = self._moved_others | self._steps
         for demand in [one for one in self.blocked.could_use(gpus) if one not in undelayed.demands]:
             for members in self._by_demand.get(demand, ()):
-                self._list(self._skipped[members], user)
+                self._list(self._skipped[members])
             for members in self._dropped.pop(demand, ()):
                 skipped = self._skipped[members] = Skipped(members, Why.BLOCKED, (0, ""), demand)
                 self._by_demand.setdefault(demand, {})[members] = None
-                self._list(skipped, user)
+                self._list(skipped)
         is_before = self.is_before(user, place)
         self.blocked.count_bypass(turn, gpus, is_before, undelayed)
         for one in self.reservations.users.ordered(user):
             for members in self._by_limiter.get(one.key, ()):
                 if (alike := self._skipped.get(members)) is not None:  # else another limit had it looked at again
-                    self._list(alike, user)
+                    self._list(alike)
         self.order.count_bypass(turn, granted, gpus, is_before)
         if self.reservations.policy.fair_share:
-            # Where its user is on another step now, the walk has still come so far with what the user asks for.
+            self._stay_passed(place)
+
+    def _stay_passed(self, place: OrderedPlace) -> None:
+        """Where users are on other steps now, the walk has still come so far with what they ask for."""
+        for user, step in self._steps.items():
             for members in self.ledger.demand_classes.of_user.get(user, ()):
-                if (members.group[0], self._step) == place[:2]:
+                if (group := (members.group[0], step)) == place[:2]:
                     self._passed[members] = max(self._passed.get(members, (0, "")), place[2:])
+                elif group < place[:2] and self.reservations.policy.group_shares:
+                    self._passed[members] = members.places[-1]
+
+    @property
+    def _moved_others(self) -> dict[str | None, int]:
+        """Whom the last grant has moved with its user, and the steps on which they were."""
+        return self.ledger.demand_classes.moved if self.reservations.policy.group_shares else {}
 
     def is_before(self, user: str | None, place: OrderedPlace) -> Callable[[LeaseRecord], bool] | None:
         """What tells whether a request still comes before one of this user that was granted at this place. The grant
-        may have put its user on another step, which changes nothing between requests of that user. None if the order
-        did not change within the walk."""
+        may have put its user and their group on other steps, which changes nothing between their requests. None if the
+        order did not change within the walk."""
         if not self.reservations.policy.fair_share:
             return None
 
+        moved = self._moved_others
+
         def is_before(record: LeaseRecord) -> bool:
-            own = self.ledger.ordered_place(record)
-            if record.lease.holder.user == user and record.lease.id not in self._first:
+            own, other = self.ledger.ordered_place(record), record.lease.holder.user
+            if record.lease.id in self._first:
+                return own < place
+            if other == user:
                 return (own[0], *own[2:]) < (place[0], *place[2:])
-            return own < place
+            return (own[0], moved.get(other, own[1]), *own[2:]) < place
 
         return is_before
 
@@ -393,15 +405,14 @@ class QueueWalk:
             for members in self._by_limiter.pop(limiter, ()):
                 skipped = self._skipped.pop(members, None)
                 if skipped is not None:
-                    self._list(skipped, record.lease.holder.user)
+                    self._list(skipped)
                     self._by_demand.get(skipped.limited, {}).pop(members, None)
                     self._push_next(members)
 
-    def _list(self, skipped: Skipped, granted_to: str | None = None) -> None:
+    def _list(self, skipped: Skipped) -> None:
         """List the skipped members up to the request at hand with the others that wait."""
         members, group = skipped.members, skipped.members.group
-        if members.key.user == granted_to:
-            group = (group[0], self._step)  # its user is on another step since the grant
+        group = (group[0], self._steps.get(members.key.user, group[1]))  # where they were before the grant
         if group > self._at[:2] or not members.places:
             return
         at = self._at[2:] if group == self._at[:2] else members.places[-1]

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace, UsersApart
-from gpulease_server.core.limit_index import LimitIndex
-from gpulease_server.core.limit_records import ORDERED
+from gpulease_server.core.limit_index import LimitChange, LimitIndex
+from gpulease_server.core.limit_records import ORDERED, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import (
+    GroupUsage,
     OrderChange,
     Overtakes,
     PlacesKept,
@@ -71,6 +72,8 @@ class RequestQueue:
     """By lease id of what ends: that of the request for which it does."""
     usage: dict[str, UsageRecord] = field(default_factory=dict)
     """By user, what they have used lately, see `core.fair_share`."""
+    group_usage: dict[str, GroupUsage] = field(default_factory=dict)
+    """By group, what its members have used, where it is known; see `core.group_usage`."""
     usage_recounted: bool = False
     """True once `usage` is counted on the clock of this process."""
     steps_counted_at_s: float | None = None
@@ -104,13 +107,25 @@ class RequestQueue:
                     self.places_kept.pop(lease_id, None)
             case Preemption() | PreemptionRemoved():
                 self._put_preemption(change)
+            case UsageRemoved() | GroupUsage() | UsageSteps():
+                self._put_usage(change)
+
+    def _put_usage(self, change: UsageRemoved | GroupUsage | UsageSteps) -> None:
+        match change:
             case UsageRemoved():
                 self.usage.pop(change.user, None)
+            case GroupUsage():
+                self.group_usage[change.group] = change
             case UsageSteps():
                 self.classes_by_user(None)
                 self.demand_classes.set_steps(change.steps, change.lowest, self.places_kept.values())
                 if change.counted_at_s is not None:
                     self.steps_counted_at_s = change.counted_at_s
+
+    def _put_limit_change(self, change: LimitChange) -> None:
+        self.limits.put(change)
+        if isinstance(change, (LimitRecord, LimitRemoved)) and change.key.kind is LimitKind.GROUP:
+            self.group_usage.pop(change.key.name or "", None)  # its members may be others
 
     def _put_preemption(self, change: PreemptionChange) -> None:
         before = self.preemptions.pop(change.lease_id, None)

@@ -12,7 +12,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Change, Instant, KeyRecord, LeaseRecord
-from gpulease_server.core.usage import usage_changes
+from gpulease_server.core.usage_changes import usage_changes
 
 Answer = Lease | Job | GpuleaseError | None
 """What a caller is told. An error is a value here: refusing is an expected outcome."""

@@ -1,16 +1,16 @@
-"""What a user has used lately, and what a change of a lease makes of it; `core.fair_share` has the rules."""
+"""What a user has used lately; `core.fair_share` has the rules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from gpulease_protocol.model import Device, Lease, LeaseState
+from gpulease_protocol.model import Device, Lease
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.order_records import UsageRecord, UsageSteps
+from gpulease_server.core.order_records import UsageRecord
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.records import Instant, LeaseRecord
+from gpulease_server.core.records import Instant
 
 ENTRY_S = 3600.0
 """The longest time that an entry charge is for."""
@@ -52,29 +52,6 @@ def entry_s(lease: Lease, weight: float) -> float:
     """What counts for a lease beside the time that it has held its GPUs, in GPU-seconds."""
     time_s = lease.demand.time_s
     return weight * (ENTRY_S if time_s is None else min(time_s, ENTRY_S))
-
-
-def usage_changes(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> list[UsageRecord | UsageSteps]:
-    """The usage of a lease's user up to now, where this record of the lease is about to change what it holds; and the
-    user's new step, if usage orders. Nothing where what it holds stays the same."""
-    before = ledger.leases.get(record.lease.id)
-    if before is not None and before.lease is record.lease:
-        return []
-    held, holds = _held_devices(before), _held_devices(record)
-    if held == holds:
-        return []
-    user = record.lease.holder.user
-    usage, less, more = usage_of(ledger, user, now, policy), weight_of(held, policy), weight_of(holds, policy)
-    change_s = entry_s(record.lease, more) - entry_s(record.lease, less)
-    usage = replace(usage, held=max(0.0, usage.held + more - less), entry_s=max(0.0, usage.entry_s + change_s))
-    if not policy.fair_share:
-        return [usage]
-    steps = ((user, step_of(ordering_s(usage), now.mono_s, policy)),)
-    return [usage, UsageSteps(steps, step_of(0.0, now.mono_s, policy))]
-
-
-def _held_devices(record: LeaseRecord | None) -> tuple[Device, ...]:
-    return record.lease.gpus if record is not None and record.lease.state is LeaseState.ACTIVE else ()
 
 
 def ordering_s(usage: UsageRecord) -> float:

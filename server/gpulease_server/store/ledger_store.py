@@ -13,7 +13,7 @@ from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
 from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.ledger import MAX_ENDED_BYTES, MAX_ENDED_IN_MEMORY, Ledger
-from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageSteps
+from gpulease_server.core.order_records import GroupUsage, Overtakes, PlacesKept, RanAhead, UsageSteps
 from gpulease_server.core.reclaim_records import ReclaimNotice
 from gpulease_server.core.records import (
     BypassCounts,
@@ -60,7 +60,7 @@ READ_WHOLE: tuple[tuple[Table, Callable[[Row[Any]], Change]], ...] = (
 """Tables of which all rows are in the ledger, in the order in which they are read; leases come after them."""
 IN_MEMORY = (
     *(NodeObservation, Deadline, NotBefore, GangTimes, DependencyMet, BypassCounts),
-    *(Overtakes, PlacesKept, RanAhead, UsageSteps, ReclaimNotice),
+    *(Overtakes, PlacesKept, RanAhead, GroupUsage, UsageSteps, ReclaimNotice),
 )
 """Changes that are not stored."""
 

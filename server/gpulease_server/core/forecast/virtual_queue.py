@@ -300,6 +300,7 @@ def _rules(ledger: Ledger) -> Iterator[Change]:
 def _waiting_state(ledger: Ledger, requests: set[str], most_missed: int) -> Iterator[Change]:
     """What is known of the requests beside themselves. `most_missed`: more missed grants make no difference."""
     classes = ledger.demand_classes
+    yield from ledger.group_usage.values()
     if classes.steps or classes.lowest_step:
         yield UsageSteps(tuple(classes.steps.items()), classes.lowest_step)
     for within, counts in ((None, ledger.bypasses), *ledger.limit_bypasses.items()):
