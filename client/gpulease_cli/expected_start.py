@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from gpulease_protocol.model import Gpu, Job, JobState, Lease, LeaseState, Selection, TopologyMode
-from gpulease_protocol.status_table import describe_holder, format_age, job_label
+from gpulease_protocol.status_table import describe_holder, format_age, format_duration, job_label
 
 
 def expected_starts(
     gpus: Sequence[Gpu], leases: Sequence[Lease], jobs: Sequence[Job], queue: Sequence[Lease], now: datetime
 ) -> dict[str, str]:
-    """By lease, for people: `in about 40m`, or who holds a GPU that it needs without a limit.
+    """By lease, for people: `in about 40m`, `in 40m to 3h 20m`, or who holds a GPU that it needs without a limit.
 
     Of the last nothing is said to requests for certain GPUs, and where there are several nodes, because their GPUs do
     not come free for one another.
@@ -38,10 +38,19 @@ def expected_starts(
 
 
 def expected_start(lease: Lease, now: datetime) -> str:
-    """In what time the daemon expects a request to start; empty where it does not know."""
-    if lease.expected_at is None:
+    """In what time the daemon expects a request to start: about then by declared times, a range by history; empty
+    where it does not know."""
+    if lease.expected_at is not None:
+        return f"in about {format_age(_seconds_until(lease.expected_at, now))}"
+    if lease.expected_from is None or lease.expected_until is None:
         return ""
-    return f"in about {format_age(max(0.0, (lease.expected_at - now).total_seconds()))}"
+    from_s, until_s = _seconds_until(lease.expected_from, now), _seconds_until(lease.expected_until, now)
+    latest = format_duration(until_s)
+    return f"in {format_age(from_s)} to {latest}" if from_s >= 1 else f"within {latest}"
+
+
+def _seconds_until(at: datetime, now: datetime) -> float:
+    return max(0.0, (at - now).total_seconds())
 
 
 def _longest_without_limit(gpus: Sequence[Gpu], holding: dict[str, Lease], job_of: dict[str, Job]) -> Lease | None:

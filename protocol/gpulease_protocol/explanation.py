@@ -85,6 +85,12 @@ class Explanation(Noun):
     """When it is expected to be granted, as `expected_at` of the lease."""
     expected_basis: ExpectedBasis | None = None
     """On what that rests, as of the lease."""
+    expected_from: datetime | None = None
+    """With basis `history`: the begin of the range in which it probably starts, as of the lease."""
+    expected_until: datetime | None = None
+    """The end of that range."""
+    expected_samples: int | None = None
+    """How many earlier leases tell, at least, how long each lease in the way lasts."""
     passed: int | None = None
     """How many times a newer request was granted a GPU that this one could use, or, while its user's limit keeps this
     one out, one of the same user was granted what this one needs of the limit; null unless queued."""

@@ -162,8 +162,7 @@ class Gpu(GpuReading):
     activity: Activity | None = None
     """What happens on it while it is leased; null otherwise."""
     reason: str | None = None
-    """Why the GPU is not free, or which waiting request a free one is held for, such as "Held by lease-1 (user ann)";
-    else null."""
+    """Why it is not free, or for which waiting request it is held, as "Held by lease-1 (user ann)"; else null."""
     lease_id: str | None = None
     """The lease that holds it, or after which it is being cleaned."""
     holder: Holder | None = None
@@ -176,11 +175,9 @@ class Gpu(GpuReading):
     """While it is leased: when a reading under this lease last showed a kernel on it, or else when it was granted; null
     before the first reading."""
     idle_s: float | None = None
-    """While it is leased: seconds since `last_busy_at`, but at most since the daemon started. Null before the first
-    reading."""
+    """While it is leased: seconds since `last_busy_at`, or the daemon's start; null before the first reading."""
     activity_since: datetime | None = None
-    """Since when each reading has shown this `activity`. Null where that is not known, as after a restart of the daemon
-    until it changes."""
+    """Since when each reading has shown this `activity`. Null where that is not known, as after a daemon's start."""
     reserved_for: str | None = None
     """The waiting request that a free GPU is held for; null for one that anyone may have."""
 
@@ -210,8 +207,7 @@ class Demand(Noun):
     min_free_memory_bytes: int | None = None
     """Only GPUs with at least this much free memory."""
     time_s: float | None = None
-    """How long it may take: a lease's `time_s`, a job's `timeout_s`. A node that ends before that is passed over. Null:
-    not declared."""
+    """How long it may take, null for no end: `time_s`, of a job `timeout_s`. A node that ends before is passed over."""
     topology: TopologyMode = TopologyMode.PREFERRED
     """How its GPUs on one node must be connected: see `topology` of the request."""
     priority: Priority = Priority.NORMAL
@@ -241,8 +237,7 @@ class Lease(Noun):
     env: dict[str, str] = field(default_factory=dict)
     """Every variable that a training run needs in its environment, of a gang the one of rank 0; empty while queued."""
     fencing_token: int | None = None
-    """Fencing token: a number that increases with every grant and proves which one is meant; null while queued. It is
-    no bearer token."""
+    """A number that rises with every grant and proves which one is meant; null while queued. It is no bearer token."""
     ttl_s: float
     """How long the lease lasts after its last renewal."""
     liveness: Liveness
@@ -271,9 +266,15 @@ class Lease(Noun):
     and from a standby. No promise."""
     expected_basis: ExpectedBasis | None = None
     """On what that rests; null where it is not known."""
+    expected_from: datetime | None = None
+    """With basis `history`, without `expected_at`: it probably starts between this and `expected_until`. No promise.
+    Null where fewer than 20 earlier leases tell how long a lease in the way lasts."""
+    expected_until: datetime | None = None
+    """The end of that range; null without one."""
+    expected_samples: int | None = None
+    """How many earlier leases tell, at least, how long each lease in the way lasts; null without that range."""
     held_for_s: float | None = None
-    """Seconds from grant to now or its end, in `GET /v1/leases`, `GET /v1/leases/{id}` and the answer to a renewal;
-    null before the grant."""
+    """Seconds from grant to now or its end, in answers to a renewal and to `GET`; null before the grant."""
     idle_s: float | None = None
     """There too: seconds for which none of its GPUs has done any work; null unless it is active and all are known."""
     kept: LeaseKeep | None = None

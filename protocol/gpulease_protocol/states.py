@@ -98,9 +98,10 @@ class JobState(StrEnum):
 
 class ExpectedBasis(StrEnum):
     """On what it rests when a waiting request is expected to start. `declared`: every lease lasts as long as was
-    declared."""
+    declared. `history`: leases last as long as earlier ones of the same users, or of all, did."""
 
     DECLARED = "declared"
+    HISTORY = "history"
 
 
 class PartState(StrEnum):

@@ -124,6 +124,16 @@ def test_a_start_is_the_one_that_the_daemon_expects() -> None:
     assert starts(*queue, limits=(7200,)) == {"Q-0": "in about 1h", "Q-1": "in about 5m"}
 
 
+def test_a_start_by_history_is_a_range() -> None:
+    def between(from_s: float, until_s: float) -> dict[str, Any]:
+        from_at, until = (NOW + timedelta(seconds=one_s) for one_s in (from_s, until_s))
+        by = {"expected_basis": ExpectedBasis.HISTORY, "expected_samples": 38}
+        return {"expected_from": from_at, "expected_until": until, **by}
+
+    queue = [replace(waits(f"Q-{at}"), **what) for at, what in enumerate((between(600, 12_000), between(-30, 90), {}))]
+    assert starts(*queue, limits=(7200,)) == {"Q-0": "in 10m to 3h 20m", "Q-1": "within 1m 30s"}
+
+
 def test_without_a_limit_it_is_said_who_is_in_the_way_longest() -> None:
     said = starts(waits("Q-1", 2), limits=(7200, None))["Q-1"]
     assert said.endswith("for 1h, no limit")

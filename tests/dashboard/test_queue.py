@@ -57,7 +57,7 @@ def test_a_long_queue_is_filtered_by_size(watched: Watched, running: DaemonProce
 def test_an_expected_time_is_only_what_the_daemon_says(watched: Watched, running: DaemonProcess) -> None:
     """Q2: with its basis; or that it is unknown; and no column where nothing is known."""
     ask(running, count=4)
-    first, second, third = (ask(running, count=1, label=label) for label in ("one", "two", "three"))
+    first, second, third, fourth = (ask(running, count=1, label=label) for label in ("one", "two", "three", "four"))
     page = watched.open("#/queue")
     expect(row(page, "queue", first["id"])).to_be_visible()
     expect(page.get_by_role("columnheader", name="Expected")).to_have_count(0)
@@ -72,6 +72,9 @@ def test_an_expected_time_is_only_what_the_daemon_says(watched: Watched, running
         for lease in leases["items"]:
             at, basis = known.get(lease["id"], (None, None))
             lease |= {"expected_at": at, "expected_basis": basis}
+            if lease["id"] == fourth["id"]:
+                lease |= {"expected_from": "2036-01-03T12:00:00Z", "expected_until": "2036-01-04T12:00:00Z"}
+                lease |= {"expected_basis": "history", "expected_samples": 38}
         route.fulfill(response=found, body=json.dumps(leases))
 
     page.route("**/v1/leases?state=queued*", answer)
@@ -81,6 +84,9 @@ def test_an_expected_time_is_only_what_the_daemon_says(watched: Watched, running
     expect(row(page, "queue", second["id"])).to_contain_text("a word of a newer daemon")
     expect(row(page, "queue", second["id"])).to_contain_text("2036-01-02")
     expect(row(page, "queue", third["id"])).to_contain_text("unknown")
+    expect(row(page, "queue", fourth["id"])).to_contain_text("2036-01-03")
+    expect(row(page, "queue", fourth["id"])).to_contain_text("to 2036-01-04")
+    expect(row(page, "queue", fourth["id"])).to_contain_text("by how long earlier leases lasted")
     watched.was_good()
 
 

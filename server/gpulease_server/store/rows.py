@@ -110,7 +110,7 @@ JOB_RECORD_COLUMNS = (
 COMPUTED: dict[type, Collection[str]] = {
     Lease: (
         *("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems", "preempt_at", "reclaim_at"),
-        *("expected_at", "expected_basis"),
+        *("expected_at", "expected_basis", "expected_from", "expected_until", "expected_samples"),
     ),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
     GpuRecord: ("drains_since_s",),

@@ -13,7 +13,7 @@ from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.host.process_id import realm
-from gpulease_protocol.model import Holder, Lease, LeaseState, Page
+from gpulease_protocol.model import ExpectedBasis, Holder, Lease, LeaseState, Page
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_protocol.requests import MAX_TEXT, HolderProof, LeaseRequest
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
@@ -311,7 +311,8 @@ async def explain_lease(lease_id: str, daemon: DaemonDep) -> Explanation:
     record = await _find_lease(daemon, lease_id)
     start = (await expected_starts(daemon, [record])).get(lease_id)
     record = daemon.ledger.leases.get(lease_id, record)
-    explained = explain(daemon.ledger, record, daemon.now(), daemon.policy, start_known=start is not None)
+    is_declared = start is not None and start.basis is ExpectedBasis.DECLARED
+    explained = explain(daemon.ledger, record, daemon.now(), daemon.policy, start_known=is_declared)
     return explain_expected_start(explained, start)
 
 

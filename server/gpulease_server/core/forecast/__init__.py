@@ -7,9 +7,13 @@ said (`expected_start`):
 
 - `declared`: a lease ends when its `time_s`, its job's `timeout_s` or the budget of its token ends it; without one,
   never. What is said is one time: so late a request starts if all keep their GPUs as long as they may.
+- `history`, for requests that do not start in that way: a lease lasts as long as earlier ones of its user did that
+  lasted longer than it has until now (`lease_history`), and no longer than declared. The queue is played three times,
+  with early, middle and late ends. What is said is the range from the first to the last of the three starts. Sooner
+  ends may make a later start, so the early ends alone do not say the first one.
 
-Of a request that does not start in that way nothing is said: an end that it needs is unknown. What is said is no
-promise: later requests may go first, people cancel, GPUs break. Nothing here is ever used to decide.
+Of a request that does not start in each of these plays nothing is said: an end that it needs is unknown. What is said
+is no promise: later requests may go first, people cancel, GPUs break. Nothing here is ever used to decide.
 
 What must always hold: the ledger is read, never changed; no turn waits for a forecast; the work is bounded
 (`MAX_REQUESTS`, `MAX_OTHERS`, `MAX_TURNS`) and divided into steps. A step may be a whole turn: most of a second, where
@@ -28,5 +32,6 @@ each request of a long queue asks for something else on 10,000 GPUs.
 | others end for a request (`core.preemption`) | its GPUs are held for it; nothing from the first of these ends on |
 | a request has no room in a window of GPU-hours | it starts at the first end after there is room |
 | the fleet and the queue are so large that all the time goes before the first start | nothing |
+| few leases have ended here, or a lease has outlasted all but few | by history nothing |
 | the daemon restarts | the same as before, once its nodes have reported: all of it follows from the ledger |
 """

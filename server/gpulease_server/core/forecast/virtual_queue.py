@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from datetime import datetime, timedelta
 from gpulease_protocol.model import EndReason, GpuReading, JobState, LeaseState
 from gpulease_server.core.calendar import ReservationRemoved
 from gpulease_server.core.fast_replace import replace
+from gpulease_server.core.forecast.lease_history import LeaseHistory, RemainingTime
 from gpulease_server.core.gpu import node_problem
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger
@@ -63,8 +65,10 @@ class VirtualQueue:
         first = {record.lease.id: record for record in itertools.islice(in_order(ledger), MAX_REQUESTS)}
         heads = itertools.islice(ledger.demand_classes.heads, MAX_REQUESTS + MAX_OTHERS)
         others = [place[3] for place, _, _ in heads if place[3] not in first]
-        self._waiting = set(first)
+        self._asked_about = frozenset(first)
         """Ids of the requests whose starts are looked for."""
+        self._waiting = set(first)
+        """Of these, those that have not started."""
         self._requests = [*first.values(), *(ledger.leases[one] for one in others[:MAX_OTHERS])]
         holders = dict.fromkeys(itertools.chain.from_iterable(ledger.fleet.holders_of_node.values()))
         self._leases = [ledger.leases[one] for one in holders]
@@ -88,6 +92,25 @@ class VirtualQueue:
         self._preempts_at_s = self._first_preempted_end_s(ledger)
         self._late_s: dict[str, float] = {}
         """By active lease: how much later than it is taken to start it may start."""
+        self._history, self._level = LeaseHistory(), 0
+        self._by_history: dict[str, tuple[float, RemainingTime]] = {}
+        """By active lease, where history says when it ends: that, on the monotonic clock."""
+        self.samples: int | None = None
+        """The smallest sample of the leases that have ended by history; None while none has."""
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Ids of the requests whose starts are looked for, and that have not started."""
+        return frozenset(self._waiting)
+
+    def by_history(self, history: LeaseHistory, level: int) -> VirtualQueue:
+        """The same from the beginning, in which leases end as earlier ones did, at this level, and when they declared
+        if that is sooner."""
+        play = copy.copy(self)
+        play._history, play._level, play._by_history, play.samples = history, level, {}, None
+        play._waiting, play._leaves_at_s, play._silent = set(self._asked_about), {}, set()
+        play._late_s = {}
+        return play
 
     def starts(self) -> Iterator[tuple[str | None, float]]:
         """Play it: the ids of the requests that start, and when, on the monotonic clock, in this order; between them
@@ -120,6 +143,13 @@ class VirtualQueue:
                 return
             at_s = max(at_s, ends[0][0])
             ending = [one for one in _pop_until(ends, at_s) if not self._lasts_longer(ends, ledger, one, at_s)]
+            self._count_samples(ending, at_s)
+
+    def _count_samples(self, ending: Iterable[str], at_s: float) -> None:
+        """Note the smallest sample of those that end now by history."""
+        ends = (self._by_history[one] for one in ending if one in self._by_history)
+        found = [time.samples for end_s, time in ends if end_s <= at_s and time.samples is not None]
+        self.samples = min(found if self.samples is None else [*found, self.samples], default=None)
 
     def _settled_late_s(self, ledger: Ledger, lease_id: str) -> float:
         """How much later than its end the GPUs of a lease may be free."""
@@ -211,7 +241,7 @@ class VirtualQueue:
         record = ledger.leases.get(lease_id)
         if record is None or record.lease.holder.token_id not in ledger.budgets:
             return False
-        end_s = _end_s(ledger, record, self._instant(at_s))
+        end_s = _end_s(ledger, record, self._instant(at_s), self._by_history.get(lease_id))
         if end_s is not None and end_s <= at_s + BUDGET_STEP_S:
             return False
         if end_s is not None:
@@ -224,7 +254,10 @@ class VirtualQueue:
         lease = record.lease
         if lease.state is not LeaseState.ACTIVE or any(gpu.node in self._silent for gpu in lease.gpus):
             return
-        end_s = _end_s(ledger, record, now)
+        time = self._history.remaining(lease, held_s(record, now), self._level)
+        if time is not None:
+            self._by_history[lease.id] = now.mono_s + time.remaining_s, time
+        end_s = _end_s(ledger, record, now, self._by_history.get(lease.id))
         if end_s is not None:
             heapq.heappush(ends, (end_s, lease.id))
 
@@ -258,10 +291,12 @@ def _pop_until(ends: list[tuple[float, str]], at_s: float) -> list[str]:
     return found
 
 
-def _end_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
-    """When an active lease ends, on the monotonic clock, if it keeps its GPUs for as long as it declared, or as the
-    budget of its token allows; None where nothing ends it, or should have done so long ago. Not by what workers say:
-    their clocks are their own."""
+def _end_s(
+    ledger: Ledger, record: LeaseRecord, now: Instant, by_history: tuple[float, RemainingTime] | None = None
+) -> float | None:
+    """When an active lease ends, on the monotonic clock, if it keeps its GPUs for as long as it declared, as the budget
+    of its token allows, or until then by history; None where nothing ends it, or should have done so long ago. Not by
+    what workers say: their clocks are their own."""
     lease, found = record.lease, list[float]()
     job = ledger.live_jobs.get(lease.job_id or "")
     if job is not None and job.stuck_on:
@@ -272,6 +307,8 @@ def _end_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
         found.append(ledger.ends_s[lease.id])
     elif lease.job_id is not None and lease.demand.time_s is not None:
         found.append(now.mono_s - held_s(record, now) + lease.demand.time_s)
+    if by_history is not None:
+        found.append(by_history[0])
     end_s = min(found, default=None)
     return None if end_s is None or end_s + MAX_LATE_S < now.mono_s else max(end_s, now.mono_s)
 

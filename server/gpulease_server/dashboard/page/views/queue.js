@@ -23,7 +23,7 @@ export function Queue({ data, q, query }) {
   /** @type {any[]} */
   const views = queueViews(data, q).filter((lease) => isOfSize(lease.demand, query.size));
   const nameOf = gpuNames(data);
-  const tellsWhen = views.some((lease) => lease.expected_at); // else the column says nothing
+  const tellsWhen = views.some((lease) => lease.expected_at || lease.expected_from); // else the column says nothing
   const shown = views.slice(0, all ? MAX_ROWS : FIRST_ROWS);
   return html`<section class="sheet" aria-labelledby="title">
     <div class="head"><h1 id="title" tabindex="-1">Queue</h1>
@@ -62,18 +62,21 @@ function MyNext({ views, me }) {
   if (!mine.length || views.length < 2) return null;
   const [lease] = mine;
   const place = lease.position === null ? "in the queue" : `${ordinal(lease.position)} in the queue`;
-  return html`<p class="my-next">Your next: <${Link} view="leases" id=${lease.id}>${lease.job ? jobName(lease.job) : plain(lease.holder.label, 40) || lease.id}<//>, ${place}${lease.expected_at ? html`, expected <${Expected} lease=${lease} />` : null}${mine.length > 1 ? `, and ${mine.length - 1} more of yours` : ""}.</p>`;
+  return html`<p class="my-next">Your next: <${Link} view="leases" id=${lease.id}>${lease.job ? jobName(lease.job) : plain(lease.holder.label, 40) || lease.id}<//>, ${place}${lease.expected_at || lease.expected_from ? html`, expected <${Expected} lease=${lease} />` : null}${mine.length > 1 ? `, and ${mine.length - 1} more of yours` : ""}.</p>`;
 }
 
 /** What is said of when a request starts, by what that rests on. */
-const BASES = { declared: "by declared times" };
+const BASES = { declared: "by declared times", history: "by how long earlier leases lasted" };
 
-/** When the daemon expects a grant, and on what that rests; it may not know. */
+/** When the daemon expects a grant, or between which times, and on what that rests; it may not know. */
 function Expected({ lease }) {
   const basis = plain(lease.expected_basis ?? "", 120);
+  const inTime = (at) => duration(Math.max(0, (Date.parse(at) - nowMs()) / 1000));
+  if (!lease.expected_at && lease.expected_from) {
+    return html`<${Moment} at=${lease.expected_from} /> to <${Moment} at=${lease.expected_until} /> <span class="quiet">in ${inTime(lease.expected_from)} to ${inTime(lease.expected_until)}, ${BASES[basis] ?? basis}</span>`;
+  }
   if (!lease.expected_at) return html`<span class="quiet">unknown</span>`;
-  const inS = Math.max(0, (Date.parse(lease.expected_at) - nowMs()) / 1000);
-  return html`<${Moment} at=${lease.expected_at} /> <span class="quiet">in ${duration(inS)}, ${BASES[basis] ?? basis}</span>`;
+  return html`<${Moment} at=${lease.expected_at} /> <span class="quiet">in ${inTime(lease.expected_at)}, ${BASES[basis] ?? basis}</span>`;
 }
 
 function Row({ lease, nameOf, tellsWhen, mine, onWhy }) {
