@@ -91,17 +91,32 @@ def test_a_lease_that_has_run_for_long_lasts_as_those_that_did() -> None:
     assert 3900 < found[0] <= 4000 <= found[1] < 4121
 
 
-@pytest.mark.parametrize(("user", "count", "length_s"), [("ada", 1, 600), ("ada", 2, 6000), ("bob", 2, 60)])
+@pytest.mark.parametrize(("user", "count", "length_s"), [("ada", 1, 600), ("ada", 3, 6000), ("bob", 2, 60)])
 def test_the_closest_leases_count_first(user: str, count: int, length_s: float) -> None:
     """Those of the user for as many GPUs, then those of the user, then all: the newest ones."""
-    here = world(2)
+    here = world(3)
     lasted(here, *[600.0] * MIN_SAMPLES)
     lasted(here, *[6000.0] * MAX_SAMPLES, count=2)
     lasted(here, *[60.0] * MAX_SAMPLES, user="eve")
     waits(here, count=count, user=user)
-    found = range_s(here, waits(here, count=2))
+    found = range_s(here, waits(here, count=3))
     assert found is not None
     assert length_s - 61 < found[0] <= length_s <= found[1] < length_s + 121
+
+
+def test_a_lease_that_has_outlasted_all_others_may_end_soon_or_never() -> None:
+    here = world(2)
+    lasted(here, *[600.0] * MIN_SAMPLES)
+    waits(here)
+    here.at_s += 1900
+    here.report()
+    waits(here)
+    one, both = waits(here), waits(here, count=2)
+    found = range_s(here, one)
+    assert found is not None
+    assert 39 < found[0] <= 100
+    assert 600 <= found[1] < 721
+    assert range_s(here, both) is None
 
 
 def test_what_was_cut_short_does_not_count() -> None:
