@@ -165,7 +165,7 @@ def test_the_same_is_said_each_time_and_nothing_is_changed() -> None:
 
 
 def test_what_is_known_when_it_is_left_stays_true() -> None:
-    """It may be left at any step, where a second is over."""
+    """It may be left at any step, where a second has ended."""
     here = world()
     lasted(here, *(float(60 * one) for one in range(1, MAX_SAMPLES + 1)))
     waits(here)
