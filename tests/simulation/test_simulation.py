@@ -24,7 +24,7 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 
 LOOK_FIRST = {
     "preempt_anyone": 3,
-    "preempt_for_others": 28,
+    "preempt_for_others": 15,
     "reclaim_anyone": 3,
     "reclaim_what_is_kept": 5,
     "reclaim_what_is_trusted": 3,
