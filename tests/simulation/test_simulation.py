@@ -23,7 +23,7 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 """What must have happened in a run of some length, lest it shows nothing."""
 
 LOOK_FIRST = {
-    "preempt_anyone": 3,
+    "preempt_anyone": 5,
     "preempt_for_others": 15,
     "reclaim_anyone": 3,
     "reclaim_what_is_kept": 5,
