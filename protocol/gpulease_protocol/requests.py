@@ -110,7 +110,7 @@ class LeaseRequest(RequestBody):
     """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
     after a time that the administrator sets, 4 hours unless told otherwise."""
     reclaim_idle_after_s: Annotated[float | None, RECLAIM] = None
-    """Take the GPUs back once none has worked for so long, and others wait for them; told 5 minutes ahead."""
+    """Take the GPUs back once none has worked for so long, and others wait for them; told at least 5 minutes ahead."""
     owner_pid: Annotated[int | None, Bounds(minimum=1, exclusiveMaximum=2**31, rule="must be a process id, over 0")] = (
         None
     )
@@ -264,7 +264,7 @@ class JobRequest(RequestBody):
     """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
     after a time that the administrator sets, 4 hours unless told otherwise."""
     reclaim_idle_after_s: Annotated[float | None, RECLAIM] = None
-    """Take the GPUs back once none has worked for so long, and others wait for them; told 5 minutes ahead."""
+    """Take the GPUs back once none has worked for so long, and others wait for them; told at least 5 minutes ahead."""
     after: Annotated[
         list[JobDependency], Bounds(maxItems=MAX_DEPENDENCIES, rule=f"must name at most {MAX_DEPENDENCIES} jobs")
     ] = field(default_factory=list)
