@@ -297,7 +297,10 @@ def _late(world: RandomWorld, lease_id: str, ahead: list[LeaseRecord]) -> list[s
         if early:  # it may wait for those that ran ahead, until the end that they declared
             taken_s = [(one.lease.demand.time_s or 0.0) + settling_s(one, world.world.policy) for one in ahead]
             granted_s = [record.granted_at_s or 0.0 for record in ahead]
-            own_s = STEP_S + max(own_s, *map(sum, zip(granted_s, taken_s, strict=True)))
+            ended_s = max(map(sum, zip(granted_s, taken_s, strict=True)))
+            is_first = world.waiting()[0].lease.id == lease_id
+            # Those before it may wait for them first, and it then for those.
+            own_s = STEP_S + (max(own_s, ended_s) if is_first else own_s + ended_s - world.world.at_s)
         found_s = world.without_others(lease_id, early=early).starts_s(lease_id, own_s + 2 * STEP_S)
         if found_s is None or found_s > own_s + 1.0:
             at = "later" if found_s is None else f"at {found_s:.0f}"
