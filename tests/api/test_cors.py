@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpulease_cli import main, output
-from gpulease_server.settings import normalized_origins
+from gpulease_server.setting_checks import normalized_origins
 from tests.daemon import Answer, DaemonProcess, daemon
 
 LISTED, OTHER = "https://dashboard.example", "https://evil.example"
