@@ -110,6 +110,8 @@ def test_a_revoked_token_neither_keeps_its_request_queued_nor_learns_its_end(run
             revoke(running, made)
         assert [answer.problem() for answer in answers] == [(401, "not_authenticated")]
         eventually(lambda: running.call("GET", queued).json["items"] == [], WITHIN_S, running.story)
+        # The list is of the database, and a moment ahead of what one lease is shown as.
+        eventually(lambda: running.call("GET", f"/v1/leases/{waits['id']}").json["end_reason"] is not None, WITHIN_S)
         assert running.call("GET", f"/v1/leases/{waits['id']}").json["end_reason"] == "holder_died"
     finally:
         running.call("POST", f"/v1/leases/{all_of_them['id']}/release", {"token": all_of_them["token"]})
