@@ -11,11 +11,21 @@ from typing import Any
 
 import pytest
 
+from gpulease_protocol.model import ExpectedBasis
 from gpulease_server.api import start_forecasts
-from gpulease_server.api.start_forecasts import BUDGET_S, MAX_PAUSE_S, MAX_STALE_S, PAUSE_FACTOR, StartForecasts
+from gpulease_server.api.start_forecasts import (
+    BUDGET_S,
+    MAX_PAUSE_S,
+    MAX_STALE_S,
+    PAUSE_FACTOR,
+    RANGES_KEPT_S,
+    StartForecasts,
+)
 from gpulease_server.core.forecast.expected_start import ExpectedStart, StartForecast
+from gpulease_server.core.forecast.lease_history import MIN_SAMPLES
 from gpulease_server.runtime.outage import copy_ledger
 from tests.core.build import World
+from tests.core.test_expected_range import lasted
 
 
 class Forecasts:
@@ -29,6 +39,8 @@ class Forecasts:
         self.made = 0
         self.computing, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
+        self.ranges_go_on = threading.Event()
+        self.ranges_go_on.set()
         self.takes_s, self.finds, self.fails = 0.0, True, False
         self.computed_s = 0.0
         self.collects: list[bool] = []
@@ -38,6 +50,7 @@ class Forecasts:
             return self.steps(forecast)
 
         monkeypatch.setattr(StartForecast, "steps", steps)
+        monkeypatch.setattr(start_forecasts, "MAX_WAIT_S", 60.0)
         monkeypatch.setattr(start_forecasts, "time", SimpleNamespace(perf_counter=lambda: self.computed_s))
 
     def steps(self, forecast: StartForecast) -> Iterator[None]:
@@ -49,8 +62,9 @@ class Forecasts:
         if self.fails:
             raise ZeroDivisionError
         yield
-        if self.finds:
-            yield from self._steps(forecast)
+        for _ in self._steps(forecast) if self.finds else ():
+            yield
+            assert forecast.declared is None or self.ranges_go_on.wait(60)
 
     async def ask(self, ledger: Any = None) -> dict[str, ExpectedStart]:
         """What is known, after something has happened."""
@@ -58,10 +72,16 @@ class Forecasts:
         ledger = ledger or self.world.ledger
         return dict(await self._forecasts.expected_starts(ledger, self.world.now, self.world.policy))
 
+    async def made_up(self) -> None:
+        """Wait until none is under way."""
+        if (making := self._forecasts._making) is not None:
+            await making
+
     async def made_after(self, seconds: float) -> int:
         """How many were made once someone has asked so much later."""
         self.world.at_s += seconds
         await self.ask()
+        await self.made_up()
         return self.made
 
 
@@ -107,7 +127,38 @@ def test_who_asks_while_one_is_made_gets_the_last_one_unless_it_is_old(play: Cal
             assert not first.done()
             here.go_on.set()
             assert set(await first) == set(await second) == {here.waiting}
+            await here.made_up()
         assert here.made == 3
+
+    play(story)
+
+
+def test_who_has_been_told_ranges_by_history_does_not_wait_for_the_next_ones_unless_they_are_old(
+    play: Callable[[Story], None],
+) -> None:
+    async def story(here: Forecasts) -> None:
+        here.world = World().node(gpus=1)
+        lasted(here.world, *[600.0] * MIN_SAMPLES)
+        here.world.lease(ttl_s=1e7)
+        by_history = here.world.lease(ttl_s=1e7).id
+        for age_s, waits in ((0, True), (MAX_STALE_S - 1, False), (MAX_STALE_S + 1, True)):
+            here.world.at_s += age_s
+            here.world.report()
+            here.computing.clear()
+            here.ranges_go_on.clear()
+            asking = asyncio.create_task(here.ask())
+            await asyncio.to_thread(here.computing.wait, 60)
+            done, _ = await asyncio.wait([asking], timeout=0.2 if waits else 30)
+            assert bool(done) is not waits
+            here.ranges_go_on.set()
+            assert {one: start.basis for one, start in (await asking).items()} == {by_history: ExpectedBasis.HISTORY}
+            await here.made_up()
+        here.world.at_s += RANGES_KEPT_S - 1
+        here.world.report()
+        here.ranges_go_on.clear()
+        assert set(await here.ask()) == {by_history}
+        await here.made_up()
+        assert here.made == 4
 
     play(story)
 

@@ -69,6 +69,8 @@ class StartForecast:
     def __init__(self, ledger: Ledger, now: Instant, policy: Policy) -> None:
         self.starts: dict[str, ExpectedStart] = {}
         """What is known so far, by lease id."""
+        self.declared: dict[str, ExpectedStart] | None = None
+        """What follows from declared times; None until all of that is known."""
         self._now, self._queue = now, VirtualQueue(ledger, now, policy)
         self._ended = [ledger.leases[one] for one in ledger.ended_leases]
 
@@ -78,6 +80,8 @@ class StartForecast:
             if lease_id is not None:
                 self.starts[lease_id] = ExpectedStart(_moment(self._now, start_s), ExpectedBasis.DECLARED)
             yield
+        self.declared = self.starts.copy()
+        yield
         history = LeaseHistory(record.lease for record in self._ended)
         if self._queue.waiting and history:
             yield from self._ranges([self._queue.by_history(history, level) for level in range(len(LEVELS))])
