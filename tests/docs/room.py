@@ -102,20 +102,32 @@ class Room:
         """End whatever runs in this room's network."""
         assert self.shell.stdin is not None
         assert self.shell.stdout is not None
-        for number, patience_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
-            end = time.monotonic() + patience_s
-            for pid in self._inside():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            if number == signal.SIGTERM:
-                with suppress(BrokenPipeError):
-                    self.shell.stdin.close()
-            while time.monotonic() < end and (self.shell.poll() is None or self._inside()):
-                time.sleep(0.05)
+        self._send(signal.SIGTERM)
+        with suppress(BrokenPipeError):
+            self.shell.stdin.close()
+        kill_from = time.monotonic() + 15.0
+        while time.monotonic() < kill_from + 15.0 and (self.shell.poll() is None or self._inside()):
+            if time.monotonic() > kill_from:
+                # Again and again: what is killed may just have started another process.
+                self._send(signal.SIGKILL)
+            time.sleep(0.05)
         self.shell.kill()
         self.shell.wait()
         self.shell.stdout.close()
-        assert not self._inside()
+        assert not self._inside(), self._names()
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid in self._inside():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _names(self) -> list[str]:
+        """The command lines of what runs in this room's network, for who asks what was left."""
+        found = []
+        for pid in self._inside():
+            with suppress(OSError):
+                found.append(f"{pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()!r}")
+        return found
 
     def _inside(self) -> list[int]:
         found = []
