@@ -42,7 +42,8 @@ class Room:
             cwd=self.home, env=self._environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        self.namespace = ""
+        self.network: int | None = None
+        """Open until all has ended: else the kernel gives the number of this network to the next that is made."""
 
     def _environment(self) -> dict[str, str]:
         places = os.pathsep.join(str(ROOT / folder) for folder in ("protocol", "client", "worker", "server"))
@@ -70,7 +71,8 @@ class Room:
         self.shell.stdin.write(typed.encode())
         self.shell.stdin.flush()
         printed = self._read_until_mark(command)
-        self.namespace = self.namespace or os.readlink(f"/proc/{self.shell.pid}/ns/net")
+        if self.network is None:
+            self.network = os.open(f"/proc/{self.shell.pid}/ns/net", os.O_RDONLY)
         output, _, code = printed.rpartition(f"\n{MARK} ")
         return output, int(code)
 
@@ -115,6 +117,9 @@ class Room:
         self.shell.wait()
         self.shell.stdout.close()
         assert not self._inside(), self._names()
+        if self.network is not None:
+            os.close(self.network)
+            self.network = None
 
     def _send(self, number: signal.Signals) -> None:
         for pid in self._inside():
@@ -130,9 +135,11 @@ class Room:
         return found
 
     def _inside(self) -> list[int]:
-        found = []
+        if self.network is None:
+            return []
+        found, own = [], os.fstat(self.network).st_ino
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
-                if entry.name.isdecimal() and self.namespace and os.readlink(entry / "ns/net") == self.namespace:
+                if entry.name.isdecimal() and os.stat(entry / "ns/net").st_ino == own:
                     found.append(int(entry.name))
         return found
