@@ -48,14 +48,16 @@ def simulate(
     reservations: bool = False,
     preemption: bool = False,
     reclaim: bool = False,
+    crowd: bool = False,
 ) -> Outcome:
     """One run, on this empty database or on one of its own; with gangs, priorities, limits, fair share, reservations,
-    preemption or reclaim where that is said."""
+    preemption or reclaim where that is said, or a crowd."""
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
         clients = 24 if priorities else 18 if fair_share else 12 if gangs or reservations else 6
         clients = 8 if preemption else 10 if reclaim else clients
         how = {"gangs": gangs, "priorities": priorities, "limits": limits, "fair_share": fair_share}
-        how |= {"reservations": reservations, "preemption": preemption, "reclaim": reclaim}
+        clients = 16 if crowd else clients
+        how |= {"reservations": reservations, "preemption": preemption, "reclaim": reclaim, "crowd": crowd}
         return World(seed, steps, place, clients=clients, **how).run()
 
 
@@ -72,11 +74,12 @@ def main() -> int:
     parser.add_argument("--reservations", action="store_true", help="an administrator reserves GPUs, and cancels that")
     parser.add_argument("--preemption", action="store_true", help="leases of priority scavenge end for others")
     parser.add_argument("--reclaim", action="store_true", help="idle leases of priority interactive end for others")
+    parser.add_argument("--crowd", action="store_true", help="few GPUs for many, and all that lets one pass another")
     parser.add_argument("--trace", type=Path, help="write every step to this file")
     asked = parser.parse_args()
     begun_s = time.monotonic()
     with mutated(asked.mutation):
-        names = ("gangs", "priorities", "limits", "fair_share", "reservations", "preemption", "reclaim")
+        names = ("gangs", "priorities", "limits", "fair_share", "reservations", "preemption", "reclaim", "crowd")
         how = {name: getattr(asked, name) for name in names}
         outcome = simulate(asked.seed, asked.steps, **how)
     if asked.trace:

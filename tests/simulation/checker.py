@@ -21,6 +21,8 @@ answer came. `what` says which kind of line it is:
     limit     user, queued                      how many requests of this user may wait at once
     order     max_overtakes, max_bypasses,      so many are granted by priority until the oldest goes first, and
               interactive_gpus                  so many pass it then; GPUs of a user by interactive requests, 0: any
+    passes    max_bypass, max_overtakes,        as often newer ones pass a request on one node, and so many are granted by
+              priorities, interactive_gpus      priority until the oldest goes first; not where usage orders
     preemption  after_s                         leases end for others after so many seconds at least
     reclaim   after_s, notice_s, priority       leases of this priority give GPUs back that were idle for so long, at
                                                 least so long after they were told; those of no other one do
@@ -41,6 +43,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.simulation.rules_starvation import newer_ones_pass_within_the_bound, no_request_starves
 
 Line = dict[str, Any]
 TOLERANCE_S = 0.06
@@ -965,11 +969,15 @@ def preempted_after_the_minimum(seen: Seen) -> Iterator[str]:
 
 def who_preempts_starts(seen: Seen) -> Iterator[str]:
     """The request for which leases have ended is granted, or leaves; until then no one else gets all of the GPUs that a
-    lease has given back for it."""
+    lease has given back for it, but for those that are reserved meanwhile."""
+    reserved: set[str] = set()
     gave: dict[str, dict[str, set[str]]] = defaultdict(dict)  # by request, and lease that ended for it
     ended: dict[str, list[str]] = {}
-    for event in seen.events("lease.granted", "lease.ended", "lease.preempted"):
+    for event in seen.events("lease.granted", "lease.ended", "lease.preempted", "reservation.created"):
         lease = event["lease_id"]
+        if event["kind"] == "reservation.created":
+            reserved |= set(event["gpus"])
+            continue
         if event["kind"] == "lease.preempted":
             if (waits := WAITS_FOR.match(event["reason"])) is not None:
                 gave[waits.group(1)][lease] = set(ended.get(lease, ()))
@@ -978,7 +986,7 @@ def who_preempts_starts(seen: Seen) -> Iterator[str]:
         gave.pop(lease, None)
         for waits_for, victims in gave.items() if event["kind"] == "lease.granted" else ():
             for victim, gpus in victims.items():
-                if gpus and not (gpus := gpus - set(event["gpus"])):
+                if gpus and not (gpus := gpus - set(event["gpus"])) and reserved.isdisjoint(event["gpus"]):
                     yield f"seq {event['seq']}: {lease} has what {victim} gave back for {waits_for}"
                 victims[victim] = gpus
     if seen.of["over"]:
@@ -1089,6 +1097,8 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "higher priorities go first (8)": higher_priorities_go_first,
     "who has waited longest has a turn (8)": longest_waiting_goes_first,
     "limits are shared in turn (8)": limits_are_shared_in_turn,
+    "newer ones pass within the bound (8)": newer_ones_pass_within_the_bound,
+    "no request starves (8)": no_request_starves,
     "what GPUs are held for keeps its place (8)": held_places_are_kept,
     "no one is delayed by who runs ahead (8)": no_one_is_delayed_by_who_runs_ahead,
     "all are served in the end (8)": all_are_served,

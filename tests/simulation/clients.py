@@ -49,13 +49,18 @@ class PlayedClient:
         if self.world.priorities:
             body |= {"priority": chance.choice(("interactive", "interactive", "interactive", "normal", "scavenge"))}
             body |= {"time_s": chance.choice((20.0, 3600.0))}
-        if self.world.preemption:
+        if self.world.crowd:
+            body |= {"count": chance.choice((1, 1, 1, 1, 1, 2, 4)), "queue": True, "ttl_s": chance.choice((3.0, 6.0))}
+            body |= {"priority": chance.choice(("interactive", "normal", "normal", "normal", "scavenge"))}
+            body |= {"time_s": time_s} if (time_s := chance.choice((None, None, 2.0, 60.0))) is not None else {}
+        elif self.world.preemption:
             body |= {"priority": chance.choice(("interactive", "normal", "scavenge", "scavenge")), "queue": True}
             body["ttl_s"] = chance.choice((3.0, 6.0))
         if self.world.reclaim:
             body |= {"priority": chance.choice(("interactive", "interactive", "normal")), "queue": True}
             body |= {"count": chance.choice((1, 1, 2)), "ttl_s": chance.choice((2.0, 3.0))}
-        if self.world.reservations and (time_s := chance.choice((None, None, 2.0, 20.0, 3600.0))) is not None:
+        times = None if self.world.crowd or not self.world.reservations else (None, None, 2.0, 20.0, 3600.0)
+        if times and (time_s := chance.choice(times)) is not None:
             body["time_s"] = time_s
         if self.world.fair_share:
             body["count"] = 1 if self.uid == ZOE else chance.choice((1, 3, 4))
@@ -309,9 +314,9 @@ class Reserver:
         """One reservation after the other, until everything is calm; then there are none."""
         chance = self.world.chance
         while not self.world.calm:
-            await asyncio.sleep(chance.expovariate(5.0))
+            await asyncio.sleep(chance.expovariate(0.2 if self.world.crowd else 5.0))
             uuids = [uuid for node in self.world.nodes.values() for uuid in node.gpus]
-            when = chance.choice(((-1.0, 3.0), (295.0, 330.0)))
+            when = (-1.0, 3.0) if self.world.crowd else chance.choice(((-1.0, 3.0), (295.0, 330.0)))
             begins, lasts = (timedelta(seconds=chance.uniform(*one)) for one in (when, (1.0, 6.0)))
             from_at = self.world.wall() + begins
             body = {

@@ -421,6 +421,11 @@ def never_the_oldest() -> Patches:
     return [(f"{CORE}.queue.choose_first", lambda *_: None)]
 
 
+def no_bypass_counts() -> Patches:
+    """Newer requests pass an older one that does not fit as often as they fit."""
+    return [(f"{CORE}.backfill.BlockedRequests.count_bypass", lambda *_: None)]
+
+
 def no_place_is_kept() -> Patches:
     """GPUs are held for a request, and its place follows from what everyone has used at each moment."""
     return [(f"{CORE}.queue.keep_places", lambda *_: None)]
@@ -567,6 +572,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         any_order,
         never_the_oldest,
         always_by_age,
+        no_bypass_counts,
         no_place_is_kept,
         run_ahead_of_all,
         run_ahead_of_own_ends,
@@ -604,6 +610,8 @@ OF_RESERVATIONS = ("grant_what_is_reserved",)
 """Those that only show where GPUs are reserved."""
 OF_PREEMPTION = ("preempt_anyone", "preempt_at_once", "preempt_for_others")
 """Those that only show where leases end for others."""
+OF_CROWDS = ("no_bypass_counts",)
+"""Those that only show where many wait for few GPUs."""
 OF_RECLAIM = (
     *("reclaim_anyone", "reclaim_without_notice", "reclaim_what_is_trusted", "reclaim_what_works"),
     *("read_work_with_processes", "reclaim_what_is_kept", "reclaim_for_no_one", "reclaim_all_for_one"),

@@ -488,6 +488,23 @@ def runs_ahead_because_of_its_own_lease(run: Run) -> None:
     _run_ahead(run, 1.0, a_time_s=3.0, users="zbz")
 
 
+def newer_ones_pass(run: Run, times: int = 1, priority: str = "normal") -> None:
+    """B could use what others get that have asked later."""
+    order = {"max_bypass": 0, "max_overtakes": 1, "priorities": False, "interactive_gpus": 0}
+    run.lines.append({"what": "passes", "at_s": 0.0, **order})
+    for number in range(times):
+        name = f"N{number}"
+        newer = lease(name, "active", 9, f"n{number}")
+        newer["demand"]["priority"] = priority
+        run.lines.append({"what": "asked", "key": name, "sent_s": 2.2, "at_s": 2.6, "status": 201, "lease": newer})
+        run.log.insert(3, event("lease.granted", 2.5, lease_id=name, gpus=[f"n{number}"], token=9))
+    run.renumber()
+
+
+def starves_behind_higher_priorities(run: Run) -> None:
+    newer_ones_pass(run, 3, "interactive")
+
+
 BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("seq without gap or repeat", gap),
     ("what readers were shown stays (6)", event_undone),
@@ -529,6 +546,8 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("one user's queue is bounded (15)", too_many_wait),
     ("higher priorities go first (8)", passes_a_higher_priority),
     ("who has waited longest has a turn (8)", oldest_never_goes_first),
+    ("newer ones pass within the bound (8)", newer_ones_pass),
+    ("no request starves (8)", starves_behind_higher_priorities),
     ("limits are shared in turn (8)", limit_never_in_turn),
     ("limits are never passed (15)", over_a_limit),
     ("reservations are never crossed (4)", crosses_a_reservation),

@@ -7,6 +7,7 @@ import pytest
 from tests.simulation.__main__ import simulate
 from tests.simulation.mutations import (
     MUTATIONS,
+    OF_CROWDS,
     OF_FAIR_SHARE,
     OF_GANGS,
     OF_LIMITS,
@@ -36,6 +37,7 @@ LOOK_FIRST = {
     "grant_what_another_has": 4,
     "revive_over_another": 10,
     "never_the_oldest": 12,
+    "no_bypass_counts": 4,
     "measure_by_the_wall": 4,
     "show_before_commit": 6,
     "clean_by_an_old_reading": 4,
@@ -115,6 +117,17 @@ def test_every_promise_is_kept_while_leases_end_for_others() -> None:
 
 
 @pytest.mark.budget(30)
+def test_every_promise_is_kept_in_a_crowd() -> None:
+    outcome = simulate(4, steps=1500, crowd=True)
+
+    assert outcome.complaints == [], "4 --steps 1500 --crowd"
+    kinds = [event["kind"] for event in outcome.log]
+    assert {"lease.preempting", "reservation.created"} <= set(kinds)
+    assert kinds.count("lease.queued") > 30
+    assert any("runs ahead of" in (event["reason"] or "") for event in outcome.log)
+
+
+@pytest.mark.budget(30)
 def test_every_promise_is_kept_while_idle_gpus_are_taken_back() -> None:
     outcome = simulate(3, steps=2000, reclaim=True)
 
@@ -156,6 +169,7 @@ def place_of(name: str) -> dict[str, bool]:
         "reservations": name in OF_RESERVATIONS,
         "preemption": name in OF_PREEMPTION,
         "reclaim": name in OF_RECLAIM,
+        "crowd": name in OF_CROWDS,
     }
 
 
@@ -207,6 +221,15 @@ def test_every_promise_is_kept_with_reclaim_for_long(seed: int) -> None:
     outcome = simulate(seed, reclaim=True)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed} --reclaim"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2500, 2530))
+def test_every_promise_is_kept_in_a_crowd_for_long(seed: int) -> None:
+    outcome = simulate(seed, crowd=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --crowd"
 
 
 @pytest.mark.soak

@@ -176,7 +176,9 @@ class World:
     of priority scavenge, hold their GPUs for long, and end for others; no one sets the clock, because a restart would
     take the jump for time that they were held. With `reclaim` most requests are of priority interactive, hold their
     GPUs for long, work now and then, and give them back while idle; no one sets the clock, because a restart takes what
-    is kept for shorter then."""
+    is kept for shorter then. With `crowd` there are few GPUs and many requests, of all priorities and of one
+    GPU up to a whole node, with and without a declared time; leases of priority scavenge end for others, and an
+    administrator reserves GPUs: all that lets one go before another, with small bounds and few faults."""
 
     def __init__(
         self,
@@ -192,6 +194,7 @@ class World:
         reservations: bool = False,
         preemption: bool = False,
         reclaim: bool = False,
+        crowd: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
@@ -204,20 +207,21 @@ class World:
                 interactive_gpus=MAX_INTERACTIVE if priorities and limits else 0,
             ),
             max_overtakes=1000 if fair_share else MAX_OVERTAKES,
-            max_bypass=0 if fair_share else 1 if priorities else 10,
-            easy_backfill=priorities or fair_share,
+            max_bypass=0 if fair_share else 1 if priorities or crowd else 10,
+            easy_backfill=priorities or fair_share or crowd,
             fair_share=fair_share,
-            preemption=preemption,
+            preemption=preemption or crowd,
             preempt_after_s=PREEMPT_AFTER_S,
             preempt_notice_s=1.0,
             reclaim_interactive_after_s=RECLAIM_AFTER_S if reclaim else 0.0,
             reclaim_notice_s=RECLAIM_NOTICE_S,
         )
-        self.preemption = preemption
+        self.preemption = preemption or crowd
+        self.crowd = crowd
         self.reclaim = reclaim
-        self.faults = 0.25 if reclaim else 1.0
+        self.faults = 0.1 if crowd else 0.25 if reclaim else 1.0
         """How many faults of the daemon, its disk and the hardware there are, of the usual ones. A notice outlives none
-        of them."""
+        of them, and after each restart newer ones pass as often again."""
         self.priorities = priorities
         self.fair_share = fair_share
         self.trace: list[str] = []
@@ -232,12 +236,12 @@ class World:
         self.network = Network(self)
         self.gangs = gangs
         self.limits = limits
-        self.reservations = reservations
+        self.reservations = reservations or crowd
         sizes = (
             (("a", 4),)
             if fair_share
             else (("a", 4), ("b", 2))
-            if preemption or reclaim
+            if preemption or reclaim or crowd
             else (("a", 4), ("b", 2), ("c", 2), *((("d", 4), ("e", 4)) if gangs else ()))
         )
         self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in sizes}
@@ -245,11 +249,11 @@ class World:
         self.debts = PlayedDebts(self)
         homes = (
             [node for node in self.nodes.values() for _ in range(2)]
-            if clients and not (gangs or fair_share or preemption or reclaim)
+            if clients and not (gangs or fair_share or preemption or reclaim or crowd)
             else []
         )
         self.owners = [PlayedOwner(self, f"o{number}", node) for number, node in enumerate(homes)]
-        others = clients * 2 // 3 if fair_share else clients // 2 if (priorities and limits) or reservations else 0
+        others = clients * 2 // 3 if fair_share else clients // 2 if (priorities and limits) or self.reservations else 0
         self.clients = [PlayedClient(self, f"c{number}", ZOE if number < others else None) for number in range(clients)]
         self.app: FastAPI = create_app(SimpleNamespace(leadership=LeadershipStatus()))  # type: ignore[arg-type]
         self._calmed = asyncio.Event()
@@ -365,6 +369,14 @@ class World:
             self.see("preemption", after_s=PREEMPT_AFTER_S)
         if self.reclaim:
             self.see("reclaim", after_s=RECLAIM_AFTER_S, notice_s=RECLAIM_NOTICE_S, priority="interactive")
+        if not self.fair_share:
+            self.see(
+                "passes",
+                max_bypass=self.policy.max_bypass,
+                max_overtakes=self.policy.max_overtakes,
+                priorities=self.priorities or self.preemption or self.reclaim,
+                interactive_gpus=self.policy.limits.interactive_gpus,
+            )
         # Who may not have reserved GPUs may be passed by all who may; no one passes who has had others end.
         self.see(
             "order of others" if self.reservations or self.preemption else "order",
