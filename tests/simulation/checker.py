@@ -21,7 +21,7 @@ answer came. `what` says which kind of line it is:
     limit     user, queued                      how many requests of this user may wait at once
     order     max_overtakes, max_bypasses,      so many are granted by priority until the oldest goes first, and
               interactive_gpus                  so many pass it then; GPUs of a user by interactive requests, 0: any
-    passes    max_bypass, max_overtakes,        as often newer ones pass a request on one node, and so many are granted by
+    passes    max_bypass, max_overtakes,        as often newer ones pass on one node, and so many are granted by
               priorities, interactive_gpus      priority until the oldest goes first; not where usage orders
     preemption  after_s                         leases end for others after so many seconds at least
     reclaim   after_s, notice_s, priority       leases of this priority give GPUs back that were idle for so long, at

@@ -128,9 +128,10 @@ class Waiting:
             self.users[name] = holder.get("user")
             if holder.get("label") in keys:
                 self.sent[name] = keys[holder["label"]]
-            if demand is not None and demand.get("nodes", 1) == 1 and not any(demand.get(one) for one in SPECIAL):
-                if demand.get("selection", "count") == "count":
-                    self.demands[name] = demand
+            if demand is None or demand.get("nodes", 1) > 1 or any(demand.get(one) for one in SPECIAL):
+                continue
+            if demand.get("selection", "count") == "count":
+                self.demands[name] = demand
         for line in self.seen.of["asked"]:
             if line.get("lease") is not None:
                 self.sent[line["lease"]["id"]] = keys[line["key"]]
