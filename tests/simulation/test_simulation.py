@@ -37,7 +37,7 @@ LOOK_FIRST = {
     "grant_what_another_has": 4,
     "revive_over_another": 10,
     "never_the_oldest": 12,
-    "no_bypass_counts": 4,
+    "no_bypass_counts": 21,
     "measure_by_the_wall": 4,
     "show_before_commit": 6,
     "clean_by_an_old_reading": 4,
