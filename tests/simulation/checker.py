@@ -29,6 +29,8 @@ answer came. `what` says which kind of line it is:
     worked    gpus, begun_s                     a node has told, and was answered, that these GPUs work
     kept      lease_id, sent_s, for_s           the daemon has confirmed that its idle GPUs are kept for so long
     held      gpus                              by free GPU, the lease that it is held for, where users share by usage
+    used        whose, sent_s, used_s           what is said that a user or group has used, in GPU-seconds; and `usage
+                                                order`: see `usage_rules.py`
     over                                        the run has ended, and everyone had time to be served
 
 `RULES` names each rule with the promise of the design that it guards. A rule returns sentences; none means kept.
@@ -45,6 +47,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.rules_starvation import newer_ones_pass_within_the_bound, no_request_starves
+from tests.simulation.usage_rules import less_used_goes_first, usage_is_what_was_held
 
 Line = dict[str, Any]
 TOLERANCE_S = 0.06
@@ -1100,6 +1103,8 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "newer ones pass within the bound (8)": newer_ones_pass_within_the_bound,
     "no request starves (8)": no_request_starves,
     "what GPUs are held for keeps its place (8)": held_places_are_kept,
+    "usage is what was held, however it was asked for (8)": usage_is_what_was_held,
+    "groups and users that have used less go first (8)": less_used_goes_first,
     "no one is delayed by who runs ahead (8)": no_one_is_delayed_by_who_runs_ahead,
     "all are served in the end (8)": all_are_served,
     "nothing drains forever (5)": clean_in_the_end,

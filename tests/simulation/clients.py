@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,18 @@ class PlayedClient:
         self.uid = uid
 
     async def run(self) -> None:
-        """One request after the other, until everything is calm."""
+        """One request after the other, until everything is calm. With shares, the one user asks for each GPU by itself,
+        and the other withdraws some of their requests and asks anew."""
         for number in itertools.count(1):
             await asyncio.sleep(self.world.chance.uniform(0.0, 1.0))
             if self.world.calm:
                 return
-            await self._one(f"{self.name}-{number}")
+            key = f"{self.name}-{number}"
+            parts = self.world.chance.choice((1, 2, 3)) if self.world.shares and self.uid == EVE else 1
+            if parts > 1:
+                await asyncio.gather(*(self._one(f"{key}-{part}") for part in range(parts)))
+            else:
+                await self._one(key, anew=self.world.shares and self.uid == ZOE and self.world.happens(0.5))
 
     def _body(self, key: str) -> Line:
         """What is asked for."""
@@ -62,14 +69,22 @@ class PlayedClient:
         times = None if self.world.crowd or not self.world.reservations else (None, None, 2.0, 20.0, 3600.0)
         if times and (time_s := chance.choice(times)) is not None:
             body["time_s"] = time_s
-        if self.world.fair_share:
+        if self.world.shares:
+            body |= {"count": 1 if self.uid == EVE else chance.choice((1, 1, 2, 3)), "queue": True}
+        elif self.world.fair_share:
             body["count"] = 1 if self.uid == ZOE else chance.choice((1, 3, 4))
         return body
 
-    async def _one(self, key: str) -> None:
+    async def _one(self, key: str, *, anew: bool = False) -> None:
         body = self._body(key)
         begun_s = self.world.now_s
         lease = await self._ask(key, body)
+        if anew and lease is not None:
+            await asyncio.sleep(self.world.chance.uniform(0.0, 1.0))
+            self._give_up(key)
+            await self._release(lease)
+            await self._one(f"{key}-anew")
+            return
         if lease is not None and lease["state"] == "queued":
             lease, begun_s = await self._wait(key, lease, begun_s)
         if lease is None:
@@ -409,3 +424,29 @@ async def watch_held_gpus(world: World) -> None:
         if status == 200:
             held = {gpu["uuid"]: gpu["reserved_for"] for gpu in page["items"] if gpu.get("reserved_for")}
             world.see("held", gpus=held)
+
+
+async def share_in_groups(world: World, groups: dict[str, list[str]]) -> None:
+    """Make these groups, once at the beginning, and look again and again what everyone is said to have used."""
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+
+    async def say(method: str, path: str, body: Line | None = None) -> tuple[int, Any]:
+        raw = b"" if body is None else json.dumps(body).encode()
+        return await request(world.app, method, path, headers, raw, asyncio.Event())
+
+    for name, members in groups.items():
+        while (await say("PUT", f"/v1/limits/group/{name}", {"members": members, "max_gpus": 100}))[0] != 200:
+            await asyncio.sleep(0.1)
+    while not world.over:
+        await asyncio.sleep(world.chance.uniform(0.2, 0.6))
+        status, page = await say("GET", "/v1/leases?state=queued&limit=50") if world.daemon is not None else (0, None)
+        waiting = {one["holder"]["user"]: one["id"] for one in page["items"]} if status == 200 else {}
+        for lease in waiting.values():
+            sent_s = world.now_s
+            status, told = await say("GET", f"/v1/leases/{lease}/explain") if world.daemon is not None else (0, None)
+            for one in told["recent_usage"] if status == 200 else ():
+                known = {f"user {one['user']}": one["gpu_hours"]}
+                if one.get("group") is not None:
+                    known[f"group {one['group']}"] = one["group_gpu_hours"]
+                for whose, hours in known.items():
+                    world.see("used", whose=whose, sent_s=sent_s, used_s=hours * 3600)

@@ -25,12 +25,14 @@ from gpulease_server.core import (
     gpu_observation,
     gpu_state,
     grant,
+    group_usage,
     lease,
     node,
     placement,
     queue,
     reclaim,
     records,
+    usage,
 )
 from gpulease_server.core import decide as deciding
 from gpulease_server.core.draining import observe_draining
@@ -431,6 +433,50 @@ def no_place_is_kept() -> Patches:
     return [(f"{CORE}.queue.keep_places", lambda *_: None)]
 
 
+def charge_each_lease_alike() -> Patches:
+    """A lease counts as one GPU, however many it has."""
+
+    def one(devices: Any, policy: Any) -> float:
+        return float(bool(devices))
+
+    return [(f"{CORE}.{place}.weight_of", one) for place in ("usage_changes", "fair_share")]
+
+
+def forget_short_leases() -> Patches:
+    """What was held since the last change of a user's usage is not added to it at the next."""
+
+    def without(ledger: Ledger, user: str | None, now: Instant, policy: Any) -> Any:
+        counted, known = usage.usage_of(ledger, user, now, policy), ledger.usage.get(user or "")
+        return counted if known is None else replace(counted, used_s=known.used_s)
+
+    return [(f"{CORE}.usage_changes.usage_of", without)]
+
+
+def keep_entry_charges() -> Patches:
+    """What counts for a lease beside the time that it is held stays when it ends."""
+    charge = usage.entry_s
+
+    def without_end(lease: Lease, weight: float) -> float:
+        return charge(lease, weight) if lease.state is LeaseState.ACTIVE else 0.0
+
+    return [(f"{CORE}.usage_changes.entry_s", without_end)]
+
+
+def ignore_groups() -> Patches:
+    """Shares of groups are shown and not obeyed."""
+    return [(f"{CORE}.group_usage.group_of", lambda *_: None)]
+
+
+def members_before_groups() -> Patches:
+    """What a user has used is compared first, and what the group has used where that is alike."""
+    joined = group_usage._joined
+
+    def turned(of_group: int, own: int, policy: Any) -> int:
+        return joined(own, of_group, policy)
+
+    return [(f"{CORE}.group_usage._joined", turned)]
+
+
 def always_by_age() -> Patches:
     """Each grant by priority lets the oldest request go first, not only one of so many."""
     put = Turn.put
@@ -574,6 +620,11 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         always_by_age,
         no_bypass_counts,
         no_place_is_kept,
+        charge_each_lease_alike,
+        forget_short_leases,
+        keep_entry_charges,
+        ignore_groups,
+        members_before_groups,
         run_ahead_of_all,
         run_ahead_of_own_ends,
         preempt_anyone,
@@ -619,6 +670,11 @@ OF_RECLAIM = (
 """Those that only show where idle GPUs are taken back."""
 OF_FAIR_SHARE = ("no_place_is_kept",)
 """Those that only show where usage orders."""
+OF_SHARES = (
+    *("charge_each_lease_alike", "forget_short_leases", "keep_entry_charges"),
+    *("ignore_groups", "members_before_groups"),
+)
+"""Those that only show where groups share, or what is short counts."""
 
 
 @contextlib.contextmanager

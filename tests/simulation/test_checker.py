@@ -453,6 +453,32 @@ def held_gpu_goes_to_another(run: Run, *, had: int = 3) -> None:
     run.renumber()
 
 
+def usage_orders(run: Run) -> None:
+    """A is of ann, who is in a group; B of bob."""
+    rules = {"half_life_s": 20.0, "entry_s": 2.0, "lowest_s": 2.0, "step": 0.07, "recount_s": 0.5}
+    run.lines.append({"what": "usage order", "at_s": 0.0, "groups": {"vision": 2.0}, **rules})
+    for name, user in (("A", "ann"), ("B", "bob"), ("C", "cleo")):
+        holder, demand = {"label": "", "user": user}, {"count": 1}
+        told = {"id": name, "holder": holder, "state": "ended", "demand": demand}
+        run.lines.append({"what": "listed", "at_s": 20.0, "lease": told})
+    run.log.insert(0, event("limits.set", 0.1, reason="group vision: 100 GPUs, members ann, cleo, by root"))
+
+
+def each_lease_counts_alike(run: Run) -> None:
+    usage_orders(run)
+    run.lines.append({"what": "used", "whose": "group vision", "sent_s": 4.0, "at_s": 4.0, "used_s": 4.7})
+    run.renumber()
+
+
+def a_group_that_has_used_more_goes_first(run: Run) -> None:
+    """C waits longer than B, and is of the group of A."""
+    usage_orders(run)
+    place = run.log.index(run.find(kind="lease.granted", lease_id="B"))
+    run.log.insert(place, event("lease.granted", 4.1, lease_id="C", gpus=["g2"], token=2))
+    run.log.insert(3, event("lease.queued", 1.5, lease_id="C"))
+    run.renumber()
+
+
 def _run_ahead(run: Run, time_s: float, *, a_time_s: float | None, users: str = "abz") -> None:
     """A has g1 for so long, and B waits for two GPUs. Z gets g2 meanwhile. `users`: whose A, B and Z are."""
     asks: dict[str, Line] = {"A": {"time_s": a_time_s}, "B": {"count": 2}, "Z": {"time_s": time_s}}
@@ -506,6 +532,8 @@ def starves_behind_higher_priorities(run: Run) -> None:
 
 
 BAD: list[tuple[str, Callable[[Run], None]]] = [
+    ("usage is what was held, however it was asked for (8)", each_lease_counts_alike),
+    ("groups and users that have used less go first (8)", a_group_that_has_used_more_goes_first),
     ("seq without gap or repeat", gap),
     ("what readers were shown stays (6)", event_undone),
     ("a GPU has one holder (1)", two_holders),
@@ -578,6 +606,16 @@ def test_a_good_log_passes() -> None:
 def test_a_gang_passes() -> None:
     run = Run()
     as_gang(run)
+
+    assert check(run.log, run.lines) == []
+
+
+def test_usage_that_was_held_passes() -> None:
+    run = Run()
+    usage_orders(run)
+    run.lines = [line for line in run.lines if line["what"] != "event"]
+    run.renumber()
+    run.lines.append({"what": "used", "whose": "group vision", "sent_s": 3.0, "at_s": 3.0, "used_s": 7.865})
 
     assert check(run.log, run.lines) == []
 

@@ -15,6 +15,7 @@ from tests.simulation.mutations import (
     OF_PRIORITIES,
     OF_RECLAIM,
     OF_RESERVATIONS,
+    OF_SHARES,
     mutated,
 )
 
@@ -145,6 +146,15 @@ def test_every_promise_is_kept_where_usage_orders() -> None:
     assert sum(bool(line["gpus"]) for line in outcome.lines if line["what"] == "held") > 20
 
 
+@pytest.mark.budget(30)
+def test_every_promise_is_kept_where_groups_share() -> None:
+    outcome = simulate(2, steps=600, shares=True)
+
+    assert outcome.complaints == [], "2 --steps 600 --shares"
+    whose = {line["whose"] for line in outcome.lines if line["what"] == "used"}
+    assert whose == {"user root", "user zoe", "user eve", "group vision"}
+
+
 def test_every_promise_is_kept_on_postgresql(postgres_url: str) -> None:
     outcome = simulate(4, steps=1250, url=postgres_url, limits=True)
 
@@ -166,6 +176,7 @@ def place_of(name: str) -> dict[str, bool]:
         "limits": name in OF_LIMITS,
         "priorities": name in OF_PRIORITIES,
         "fair_share": name in OF_FAIR_SHARE,
+        "shares": name in OF_SHARES,
         "reservations": name in OF_RESERVATIONS,
         "preemption": name in OF_PREEMPTION,
         "reclaim": name in OF_RECLAIM,
@@ -257,6 +268,15 @@ def test_every_promise_is_kept_where_usage_orders_for_long(seed: int) -> None:
     outcome = simulate(seed, fair_share=True)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed} --fair-share"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2500, 2530))
+def test_every_promise_is_kept_where_groups_share_for_long(seed: int) -> None:
+    outcome = simulate(seed, shares=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --shares"
 
 
 @pytest.mark.soak

@@ -45,6 +45,7 @@ from tests.simulation.clients import (
     PlayedClient,
     Reserver,
     follow_events,
+    share_in_groups,
     watch_held_gpus,
 )
 from tests.simulation.hardware import PlayedNode
@@ -71,6 +72,10 @@ PREEMPT_AFTER_S = 3.0
 RECLAIM_AFTER_S, RECLAIM_NOTICE_S, RECLAIM_CHECK_S = 1.5, 0.8, 0.5
 """After so much idle time GPUs are taken back, so long after a notice at least; and how often that is looked at. The
 notice is shorter than any `ttl_s` there: who does not hear of it trusts the lease for longer."""
+GROUPS, SHARES = {"vision": ["zoe", "eve"]}, {"vision": 1.5}
+"""The groups where groups share: their members, and for how many users they count."""
+HALF_LIFE_S, ENTRY_S, LOWEST_S, RECOUNT_S = 20.0, 2.0, 2.0, 0.5
+"""Of usage there: a week, an hour, a GPU-hour and five minutes."""
 CALM_S = 200.0
 """How long everyone has to be served once nothing fails any more."""
 MAX_CALM_STEPS = 4000
@@ -171,8 +176,10 @@ class World:
     `gangs` there are two nodes more, and clients that renew ask for GPUs on one to four nodes; with `priorities` they
     ask with all of these; with `limits` an administrator sets and removes limits, and with both a part of the clients
     are of another user, for whom none are set. With `fair_share` usage orders the requests of two users, of whom one
-    asks for single GPUs, on one node; only the daemon and the network fail. With `reservations` an administrator
-    reserves GPUs for one of two users, and a part of the requests declares a time. With `preemption` most requests are
+    asks for single GPUs, on one node; only the daemon and the network fail. With `shares` it orders those of a group
+    and of a user in none, all of whose times are short; one user asks in parts, and one withdraws and asks anew.
+    With `reservations` an administrator reserves GPUs for one of two users, and a part of the requests declares a time.
+    With `preemption` most requests are
     of priority scavenge, hold their GPUs for long, and end for others; no one sets the clock, because a restart would
     take the jump for time that they were held. With `reclaim` most requests are of priority interactive, hold their
     GPUs for long, work now and then, and give them back while idle; no one sets the clock, because a restart takes what
@@ -191,11 +198,13 @@ class World:
         priorities: bool = False,
         limits: bool = False,
         fair_share: bool = False,
+        shares: bool = False,
         reservations: bool = False,
         preemption: bool = False,
         reclaim: bool = False,
         crowd: bool = False,
     ) -> None:
+        fair_share = fair_share or shares
         self.chance = random.Random(seed)
         self.steps = steps
         self.url = url
@@ -207,9 +216,12 @@ class World:
                 interactive_gpus=MAX_INTERACTIVE if priorities and limits else 0,
             ),
             max_overtakes=1000 if fair_share else MAX_OVERTAKES,
-            max_bypass=0 if fair_share else 1 if priorities or crowd else 10,
-            easy_backfill=priorities or fair_share or crowd,
+            max_bypass=10**6 if shares else 0 if fair_share else 1 if priorities or crowd else 10,
+            max_bypass_s=1e9 if shares else Policy.max_bypass_s,
+            easy_backfill=priorities or crowd or (fair_share and not shares),
             fair_share=fair_share,
+            usage_half_life_s=HALF_LIFE_S if shares else Policy.usage_half_life_s,
+            group_shares=tuple(SHARES.items()) if shares else (),
             preemption=preemption or crowd,
             preempt_after_s=PREEMPT_AFTER_S,
             preempt_notice_s=1.0,
@@ -224,6 +236,7 @@ class World:
         of them, and after each restart newer ones pass as often again."""
         self.priorities = priorities
         self.fair_share = fair_share
+        self.shares = shares
         self.trace: list[str] = []
         self.lines: list[dict[str, Any]] = []
         self.calm = False
@@ -255,6 +268,9 @@ class World:
         self.owners = [PlayedOwner(self, f"o{number}", node) for number, node in enumerate(homes)]
         others = clients * 2 // 3 if fair_share else clients // 2 if (priorities and limits) or self.reservations else 0
         self.clients = [PlayedClient(self, f"c{number}", ZOE if number < others else None) for number in range(clients)]
+        if shares:
+            uids = (None, ZOE, EVE)
+            self.clients = [PlayedClient(self, f"c{number}", uids[number % 3]) for number in range(clients)]
         self.app: FastAPI = create_app(SimpleNamespace(leadership=LeadershipStatus()))  # type: ignore[arg-type]
         self._calmed = asyncio.Event()
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -341,7 +357,7 @@ class World:
             elif what == "full":
                 self.full_until_s = self.now_s + self.chance.uniform(0.2, 5.0)
                 self.step("the disk is full")
-            elif what == "clock" and not (self.preemption or self.reclaim):
+            elif what == "clock" and not (self.preemption or self.reclaim or self.shares):
                 self.set_clock(self.chance.choice((-3600.0, 3600.0, 0.0, self.chance.randrange(-10, 10) / 2)))
 
     async def _keep_up(self) -> None:
@@ -365,6 +381,10 @@ class World:
         background += [watch_held_gpus(self)] if self.fair_share else [node.suffer() for node in self.nodes.values()]
         self.see("limit", user="eve", queued=self.policy.limits.queued)
         sets = 1 + math.ceil(math.log2(len(self.nodes)))
+        if self.shares:
+            background.append(share_in_groups(self, GROUPS))
+            rules = {"half_life_s": HALF_LIFE_S, "entry_s": ENTRY_S, "lowest_s": LOWEST_S, "recount_s": RECOUNT_S}
+            self.see("usage order", groups=SHARES, step=math.log2(1.05), **rules)
         if self.preemption:
             self.see("preemption", after_s=PREEMPT_AFTER_S)
         if self.reclaim:
@@ -431,6 +451,12 @@ class World:
             at = go_on(page) or None
         return found
 
+    def _short_times(self) -> Iterator[tuple[str, float]]:
+        """What counts as long of usage, and what as much."""
+        if self.shares:
+            yield from (("usage.ENTRY_S", ENTRY_S), ("usage.LOWEST_S", LOWEST_S), ("group_usage.LOWEST_S", LOWEST_S))
+            yield from (("fair_share.RECOUNT_S", RECOUNT_S), ("fair_share.NOTHING_S", 0.0))
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Clock, ids and threads of the daemon are the world's for as long as this lasts."""
@@ -466,6 +492,8 @@ class World:
             stack.enter_context(mock.patch("gpulease_server.core.ledger.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))
             stack.enter_context(mock.patch(f"{STORE}.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))
             stack.enter_context(mock.patch("gpulease_server.core.reclaim.CHECK_S", RECLAIM_CHECK_S))
+            for place, value in self._short_times():
+                stack.enter_context(mock.patch(f"gpulease_server.core.{place}", value))
             logging.disable(logging.CRITICAL)
             stack.callback(logging.disable, logging.NOTSET)
             yield
