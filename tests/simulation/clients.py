@@ -435,7 +435,7 @@ async def share_in_groups(world: World, groups: dict[str, list[str]]) -> None:
         return await request(world.app, method, path, headers, raw, asyncio.Event())
 
     for name, members in groups.items():
-        while (await say("PUT", f"/v1/limits/group/{name}", {"members": members, "max_gpus": 100}))[0] != 200:
+        while (await say("PUT", f"/v1/limits/group/{name}", {"members": members, "max_gpus": 100}))[0] != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     while not world.over:
         await asyncio.sleep(world.chance.uniform(0.2, 0.6))

@@ -471,9 +471,11 @@ def each_lease_counts_alike(run: Run) -> None:
 
 
 def a_group_that_has_used_more_goes_first(run: Run) -> None:
-    """C waits longer than B, and is of the group of A."""
+    """C waits longer than B, and is of the group of A. B is granted a second later."""
     usage_orders(run)
-    place = run.log.index(run.find(kind="lease.granted", lease_id="B"))
+    granted = run.find(kind="lease.granted", lease_id="B")
+    place = run.log.index(granted)
+    granted["at"] = event("", 5.1)["at"]
     run.log.insert(place, event("lease.granted", 4.1, lease_id="C", gpus=["g2"], token=2))
     run.log.insert(3, event("lease.queued", 1.5, lease_id="C"))
     run.renumber()

@@ -217,10 +217,10 @@ class World:
             ),
             max_overtakes=1000 if fair_share else MAX_OVERTAKES,
             max_bypass=10**6 if shares else 0 if fair_share else 1 if priorities or crowd else 10,
-            max_bypass_s=1e9 if shares else Policy.max_bypass_s,
+            max_bypass_s=1e9 if shares else 300.0,
             easy_backfill=priorities or crowd or (fair_share and not shares),
             fair_share=fair_share,
-            usage_half_life_s=HALF_LIFE_S if shares else Policy.usage_half_life_s,
+            usage_half_life_s=HALF_LIFE_S if shares else 7 * 24 * 3600.0,
             group_shares=tuple(SHARES.items()) if shares else (),
             preemption=preemption or crowd,
             preempt_after_s=PREEMPT_AFTER_S,
@@ -379,31 +379,9 @@ class World:
     async def _live(self) -> list[dict[str, Any]]:
         background = [node.run() for node in self.nodes.values()]
         background += [watch_held_gpus(self)] if self.fair_share else [node.suffer() for node in self.nodes.values()]
-        self.see("limit", user="eve", queued=self.policy.limits.queued)
-        sets = 1 + math.ceil(math.log2(len(self.nodes)))
         if self.shares:
             background.append(share_in_groups(self, GROUPS))
-            rules = {"half_life_s": HALF_LIFE_S, "entry_s": ENTRY_S, "lowest_s": LOWEST_S, "recount_s": RECOUNT_S}
-            self.see("usage order", groups=SHARES, step=math.log2(1.05), **rules)
-        if self.preemption:
-            self.see("preemption", after_s=PREEMPT_AFTER_S)
-        if self.reclaim:
-            self.see("reclaim", after_s=RECLAIM_AFTER_S, notice_s=RECLAIM_NOTICE_S, priority="interactive")
-        if not self.fair_share:
-            self.see(
-                "passes",
-                max_bypass=self.policy.max_bypass,
-                max_overtakes=self.policy.max_overtakes,
-                priorities=self.priorities or self.preemption or self.reclaim,
-                interactive_gpus=self.policy.limits.interactive_gpus,
-            )
-        # Who may not have reserved GPUs may be passed by all who may; no one passes who has had others end.
-        self.see(
-            "order of others" if self.reservations or self.preemption else "order",
-            max_overtakes=self.policy.max_overtakes,
-            max_bypasses=self.policy.max_bypass * sets,
-            interactive_gpus=self.policy.limits.interactive_gpus,
-        )
+        self._show_rules()
         for body in (*background, self._operate(), self._keep_up(), follow_events(self)):
             self.spawn(body)
         if not self.fair_share:
@@ -425,6 +403,33 @@ class World:
         self.kill("at the end")
         self.start()
         return await self.finish()
+
+    def _show_rules(self) -> None:
+        """What the checker has to know of the policy."""
+        self.see("limit", user="eve", queued=self.policy.limits.queued)
+        sets = 1 + math.ceil(math.log2(len(self.nodes)))
+        if self.shares:
+            rules = {"half_life_s": HALF_LIFE_S, "entry_s": ENTRY_S, "lowest_s": LOWEST_S, "recount_s": RECOUNT_S}
+            self.see("usage order", groups=SHARES, step=math.log2(1.05), **rules)
+        if self.preemption:
+            self.see("preemption", after_s=PREEMPT_AFTER_S)
+        if self.reclaim:
+            self.see("reclaim", after_s=RECLAIM_AFTER_S, notice_s=RECLAIM_NOTICE_S, priority="interactive")
+        if not self.fair_share:
+            self.see(
+                "passes",
+                max_bypass=self.policy.max_bypass,
+                max_overtakes=self.policy.max_overtakes,
+                priorities=self.priorities or self.preemption or self.reclaim,
+                interactive_gpus=self.policy.limits.interactive_gpus,
+            )
+        # Who may not have reserved GPUs may be passed by all who may; no one passes who has had others end.
+        self.see(
+            "order of others" if self.reservations or self.preemption else "order",
+            max_overtakes=self.policy.max_overtakes,
+            max_bypasses=self.policy.max_bypass * sets,
+            interactive_gpus=self.policy.limits.interactive_gpus,
+        )
 
     async def finish(self) -> list[dict[str, Any]]:
         """The whole event log, as the last daemon has it; then all of it ends."""
