@@ -190,11 +190,15 @@ def test_the_ranks_of_torchrun_are_merged_line_by_line(running: DaemonProcess, t
 
 
 def test_a_second_attempt_is_followed_from_its_beginning(running: DaemonProcess, tmp_path: Path) -> None:
-    once = tmp_path / "once"
-    script = f"test -e {once} && echo better && exit 0; touch {once}; echo a long line of the first attempt; exit 9"
-    job_id = running.submit("sh", "-c", script, retries=1)
+    once, gate = tmp_path / "once", tmp_path / "gate"
+    first = f"touch {once}; echo a long line of the first attempt; until test -e {gate}; do sleep 0.01; done; exit 9"
+    job_id = running.submit("sh", "-c", f"test -e {once} && echo better && exit 0; {first}", retries=1)
     with running.client() as client:
-        text = Following(client.job_logs(job_id, follow=True)).whole()
+        following = Following(client.job_logs(job_id, follow=True))
+        # Who begins to follow after the first attempt has ended is shown the second one alone.
+        eventually(lambda: following.text == "a long line of the first attempt\n", 60, running.story)
+        gate.touch()
+        text = following.whole()
     assert text == "a long line of the first attempt\n[... attempt 2 begins]\nbetter\n"
 
 
