@@ -92,6 +92,7 @@ def test_a_running_job_survives_the_daemon_and_is_found_again(running: DaemonPro
     code = f"import os, time\nprint(os.getpid(), flush=True)\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
     job_id = running.submit(*python(code))
     eventually(lambda: running.call("GET", f"/v1/jobs/{job_id}/logs").content.strip().isdigit(), 60)
+    running.wait_job(job_id, "running")  # it prints before its worker has reported it
     pid = int(running.call("GET", f"/v1/jobs/{job_id}/logs").content)
     for _ in range(2):
         running.kill()
