@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -90,13 +91,21 @@ print(json.dumps([found, done]))
 """
 
 
+def files_of(attacked: Attacked, name: str, *users: str) -> dict[int, str]:
+    """A file of /proc of each process of users, by pid; without those that end before it is read."""
+    found = {}
+    for pid in (pid for user in users for pid in attacked.pids(user)):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found[pid] = Path(f"/proc/{pid}/{name}").read_text()
+    return found
+
+
 def test_eve_can_neither_signal_stop_slow_trace_nor_read_a_process_of_others(attacked: Attacked) -> None:
     job = attacked.running_job("ada", "sh", "-c", "sleep 1000; true")
-    pids = attacked.pids("root") + attacked.pids("ada")
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in pids}
+    commands = {pid: text.replace("\0", " ") for pid, text in files_of(attacked, "cmdline", "root", "ada").items()}
     for word in ("serve", "worker", "supervisor", "sleep 1000"):
         assert [line for line in commands.values() if word in line], f"{word} is not among {commands}"
-    code, printed = attacked.host.completed("eve", *python(ATTEMPTS, json.dumps(pids)))
+    code, printed = attacked.host.completed("eve", *python(ATTEMPTS, json.dumps(list(commands))))
     assert code == 0, printed
     attempts, done = json.loads(printed)
     assert attempts > 30
@@ -119,7 +128,7 @@ def test_eve_changes_no_cgroup_in_which_others_run(attacked: Attacked) -> None:
     if not places:
         pytest.skip("there is no cgroup2")
     attacked.running_job("ada")
-    own = {Path(f"/proc/{pid}/cgroup").read_text() for pid in attacked.pids("ada") + attacked.pids("root")}
+    own = set(files_of(attacked, "cgroup", "ada", "root").values())
     names = {line.removeprefix("0::") for text in own for line in text.splitlines() if line.startswith("0::")}
     code, printed = attacked.host.completed("eve", *python(CGROUPS, *(places[0] + name for name in names)))
     assert code == 0, printed
@@ -133,6 +142,6 @@ def test_no_command_line_of_a_program_of_root_has_a_secret(attacked: Attacked) -
     made = attacked.daemon.call("POST", "/v1/tokens", {"user": "ada"}).json["bearer"]
     attacked.running_job("ada", environment={"SECRET_OF_ADA": "canary-in-the-environment-of-a-job"})
     secrets = [made, "canary-in-the-environment", "SECRET_OF_ADA"]
-    lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in attacked.pids("root")]
+    lines = list(files_of(attacked, "cmdline", "root").values())
     assert sys.executable in "".join(lines)
     assert [line for line in lines if any(secret in line for secret in secrets)] == []

@@ -798,12 +798,13 @@ class HeldPlaces:
         self._put_behind()
 
     def granted(self, event: Line) -> None:
-        """Someone has got GPUs."""
+        """Someone has got GPUs. One whose lease revives has them still: they were not clean since."""
         lease, user = event["lease_id"], self.users.get(event["lease_id"])
         self.places.pop(lease, None)
         for owner, place in self.places.items():
             ahead = "runs ahead of" in (event["reason"] or "")  # judged by `no_one_is_delayed_by_who_runs_ahead`
-            if user in place.behind and user != self.users.get(owner) and not ahead:
+            passes = event["kind"] == "lease.granted" and user in place.behind and user != self.users.get(owner)
+            if passes and not ahead:
                 place.taken.append(f"seq {event['seq']}: {lease} is granted {event['gpus']}, needed by {owner}")
         self.has[user] += len(event["gpus"])
         self.had[user] = max(self.had.get(user, 0), self.has[user])

@@ -26,7 +26,7 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 
 LOOK_FIRST = {
     "preempt_anyone": 5,
-    "preempt_for_others": 15,
+    "preempt_for_others": 43,
     "reclaim_anyone": 3,
     "reclaim_what_is_kept": 5,
     "reclaim_what_is_trusted": 3,

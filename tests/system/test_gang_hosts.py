@@ -130,6 +130,7 @@ def test_what_is_killed_on_one_host_ends_the_job_on_both(
     second = job["members"][1]
     place = second["log_directory"].partition(":")[2].removesuffix("/logs")
     supervisor = json.loads(found[second["node"]].sh(f"cat {place}/start.json"))["supervisor"]["pid"]
+    found[second["node"]].sh("until pgrep -f '^[^ ]*python[^ ]* -u .*rank.py'; do sleep 0.1; done")
     begun_s = time.monotonic()
     found[second["node"]].sh(words.replace("{supervisor}", str(supervisor)))
     ended = ends(made, job, begun_s, "failed")

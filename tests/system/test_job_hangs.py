@@ -219,7 +219,14 @@ def hangs_before_it_has_begun(running: DaemonProcess, job_id: str) -> bool:
     if start is None:
         return False
     children = Path(f"/proc/{start.supervisor.pid}/task/{start.supervisor.pid}/children").read_text().split()
-    return any(Path(f"/proc/{child}/wchan").read_text() == "request_wait_answer" for child in children)
+    return any(waits_for_an_answer(int(child)) for child in children)
+
+
+def waits_for_an_answer(pid: int) -> bool:
+    """True when a process waits in the kernel for its file system. False for one that ends at this moment."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/wchan").read_text() == "request_wait_answer"
+    return False
 
 
 def launcher_of(running: DaemonProcess, job_id: str) -> int:
@@ -350,11 +357,12 @@ def hung_in_write(lease_id: str) -> bool:
 
     To wait for the same file system with another call, as `open`, holds no lock of the log.
     """
-    return any(
-        Path(f"/proc/{process.pid}/wchan").read_text() == "request_wait_answer"
-        and Path(f"/proc/{process.pid}/syscall").read_text().split()[1:2] == ["0x1"]
-        for process in lease_claims.claimants({lease_id: None})
-    )
+    for process in lease_claims.claimants({lease_id: None}):
+        with suppress(OSError):  # it ends at this moment
+            call_of_it = Path(f"/proc/{process.pid}/syscall").read_text().split()
+            if waits_for_an_answer(process.pid) and call_of_it[1:2] == ["0x1"]:
+                return True
+    return False
 
 
 def descriptors(running: DaemonProcess, job_id: str) -> int:

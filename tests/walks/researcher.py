@@ -136,7 +136,7 @@ def what_people_submit(walk: Walk) -> None:
     walk.step(
         "A20 --time, --after",
         "ada",
-        "gpulease submit --name second --time 10m -- sh -c 'sleep 2; echo second' && gpulease submit --name third --after second -- echo third && gpulease explain third && gpulease wait third && gpulease logs third",
+        'gpulease submit --name second --time 10m -- sh -c "until [ -e $PWD/explained ]; do sleep 0.1; done; echo second" && gpulease submit --name third --after second -- echo third && gpulease explain third && touch explained && gpulease wait third && gpulease logs third',
         before="No such option: --time / --after",
         now=["waits until job-", "third"],
     )
