@@ -30,7 +30,7 @@ class PlayedClient:
 
     async def run(self) -> None:
         """One request after the other, until everything is calm. With shares, the one user asks for each GPU by itself,
-        and the other withdraws some of their requests and asks anew."""
+        and the other withdraws some of their requests and asks again."""
         for number in itertools.count(1):
             await asyncio.sleep(self.world.chance.uniform(0.0, 1.0))
             if self.world.calm:
@@ -40,7 +40,7 @@ class PlayedClient:
             if parts > 1:
                 await asyncio.gather(*(self._one(f"{key}-{part}") for part in range(parts)))
             else:
-                await self._one(key, anew=self.world.shares and self.uid == ZOE and self.world.happens(0.5))
+                await self._one(key, asks_again=self.world.shares and self.uid == ZOE and self.world.happens(0.5))
 
     def _body(self, key: str) -> Line:
         """What is asked for."""
@@ -75,15 +75,15 @@ class PlayedClient:
             body["count"] = 1 if self.uid == ZOE else chance.choice((1, 3, 4))
         return body
 
-    async def _one(self, key: str, *, anew: bool = False) -> None:
+    async def _one(self, key: str, *, asks_again: bool = False) -> None:
         body = self._body(key)
         begun_s = self.world.now_s
         lease = await self._ask(key, body)
-        if anew and lease is not None:
+        if asks_again and lease is not None:
             await asyncio.sleep(self.world.chance.uniform(0.0, 1.0))
             self._give_up(key)
             await self._release(lease)
-            await self._one(f"{key}-anew")
+            await self._one(f"{key}-again")
             return
         if lease is not None and lease["state"] == "queued":
             lease, begun_s = await self._wait(key, lease, begun_s)

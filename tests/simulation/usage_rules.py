@@ -144,7 +144,7 @@ def _nearest(base: UsageByEvents, later: list[tuple[float, Line]], line: Line) -
 def less_used_goes_first(seen: Seen) -> Iterator[str]:
     """No grant passes a request that it would have served, and that surely goes before it: its group has used less by
     its share; or as much, and its user less; or as much too, and it was made before. One that was withdrawn and is
-    asked for anew is a new one."""
+    asked for again is a new one."""
     for rules in seen.of["usage order"]:
         now, waiting = UsageByEvents(seen, rules), dict[str, Line]()
         counts = {line["lease"]["id"]: line["lease"]["demand"]["count"] for line in seen.of["listed"]}

@@ -177,7 +177,7 @@ class World:
     ask with all of these; with `limits` an administrator sets and removes limits, and with both a part of the clients
     are of another user, for whom none are set. With `fair_share` usage orders the requests of two users, of whom one
     asks for single GPUs, on one node; only the daemon and the network fail. With `shares` it orders those of a group
-    and of a user in none, all of whose times are short; one user asks in parts, and one withdraws and asks anew.
+    and of a user in none, all of whose times are short; one user asks in parts, and one withdraws and asks again.
     With `reservations` an administrator reserves GPUs for one of two users, and a part of the requests declares a time.
     With `preemption` most requests are
     of priority scavenge, hold their GPUs for long, and end for others; no one sets the clock, because a restart would
