@@ -90,12 +90,20 @@ function gpuView(gpu, lease, job, nowMs) {
 export function until(lease, nowMs) {
   if (lease?.state !== "active") return "";
   const left = (at) => duration((Date.parse(at) - nowMs) / 1000);
+  if (lease.preempt_at) return `preempted in ${left(lease.preempt_at)}`;
+  if (lease.reclaim_at) return `taken back in ${left(lease.reclaim_at)}`;
   const endsAt = lease.ends_at ?? "";
   const most = endsAt && `at most ${left(endsAt)}`;
   if (lease.liveness === "process" && lease.holder.owner_pid)
     return [`while pid ${lease.holder.owner_pid} runs`, most].filter(Boolean).join(", ");
   if (lease.expires_at === null || (most && Date.parse(endsAt) <= Date.parse(lease.expires_at))) return most;
   return `in ${left(lease.expires_at)}`;
+}
+
+/** How often a job was preempted, in words; empty if never. @param {Job | null} job */
+export function preemptedTimes(job) {
+  const times = job?.preempted ?? 0;
+  return times ? `preempted ${times === 1 ? "once" : `${times} times`}` : "";
 }
 
 /** The jobs that wait or run, by lease. @param {Data} data */

@@ -3,7 +3,7 @@
 import { nowMs } from "../clock.js";
 import { duration, percent, plain, printed } from "../format.js";
 import { html, useEffect, useMemo, useState } from "../html.js";
-import { eventPlace, jobName } from "../model.js";
+import { eventPlace, jobName, preemptedTimes } from "../model.js";
 import { Action, may } from "../parts/action.js";
 import { Trouble, useAnswer } from "../parts/answers.js";
 import { diagnose } from "../parts/diagnosis.js";
@@ -134,6 +134,7 @@ function Facts({ job }) {
     ${job.ended_at && html`<${Pair} name="Ended"><${Moment} at=${job.ended_at} /><//>`}
     ${job.timeout_s && html`<${Pair} name="Time limit">${duration(job.timeout_s)}${job.started_at && !job.ended_at ? `, ${duration((Date.parse(job.started_at) - nowMs()) / 1000 + job.timeout_s)} left` : ""}<//>`}
     <${Pair} name="Attempts">${job.attempts} of ${(job.retries ?? 0) + 1}<//>
+    ${(job.preempt_at || job.preempted > 0) && html`<${Pair} name="Preempted">${job.preempt_at ? html`by <${Moment} at=${job.preempt_at} />, for a request of higher priority; then it is queued again` : `${preemptedTimes(job)}${job.state === "queued" ? ", and waits again at its old place" : ""}`}<//>`}
     ${job.attempt_history.map((one) => html`<${Pair} key=${one.number} name=${`Attempt ${one.number}`}>${plain(one.reason ?? "", 300)}${one.exit_code === null ? "" : ` Exit code ${one.exit_code}.`}<//>`)}
   </dl></section>`;
 }

@@ -3,7 +3,7 @@
 import { askedFor, duration, ordinal, plain } from "../format.js";
 import { nowMs } from "../clock.js";
 import { html, useState } from "../html.js";
-import { gpuNames, jobName, queueViews, userOf } from "../model.js";
+import { gpuNames, jobName, preemptedTimes, queueViews, userOf } from "../model.js";
 import { Bell } from "../parts/bell.js";
 import { Dialog } from "../parts/dialog.js";
 import { Link, Moment, More, Since, User } from "../parts/marks.js";
@@ -83,7 +83,7 @@ function Row({ lease, nameOf, tellsWhen, mine, onWhy }) {
   const label = lease.job ? "" : plain(lease.holder.label, 60);
   return html`<tr class=${mine ? "mine" : ""}>
     <td data-label="#" class="number">${lease.position ?? "-"}</td>
-    <td data-label="Who" class="whom"><${User} name=${userOf(lease.holder) || "?"} /> ${label && html`<${Link} view="leases" id=${lease.id}>${label}<//>`} ${lease.job && html`<${Link} view="jobs" id=${lease.job.id}>${jobName(lease.job)}<//>`}</td>
+    <td data-label="Who" class="whom"><${User} name=${userOf(lease.holder) || "?"} /> ${label && html`<${Link} view="leases" id=${lease.id}>${label}<//>`} ${lease.job && html`<${Link} view="jobs" id=${lease.job.id}>${jobName(lease.job)}<//>`} ${lease.job?.preempted > 0 && html`<span class="quiet nowrap">${preemptedTimes(lease.job)}</span>`}</td>
     <td data-label="Wants">${askedFor(lease.demand, nameOf)}${lease.demand.time_s ? html` <span class="quiet nowrap">for ${duration(lease.demand.time_s)}</span>` : null}</td>
     <td data-label="Waiting" class="nowrap"><${Since} at=${lease.created_at} /></td>
     ${tellsWhen && html`<td data-label="Expected"><${Expected} lease=${lease} /></td>`}

@@ -7,6 +7,9 @@ import { Link, More, User } from "../parts/marks.js";
 
 const MAX_OBSTACLES = 200;
 const EVERY_MS = 5000;
+/** The part of the sentence that says who ends for the request, and by when. */
+const PREEMPTS =
+  /It preempts .+?, by [-\d]+ [:\d]+ UTC(; GPUs? .+? held for it)?\.|Nothing more ends for it; .+? held for it\./;
 const VERDICTS = { granted: "Granted.", not_now: "Waiting.", never: "Never.", ended: "Ended." };
 
 /** The daemon's explanation, asked again while it is shown. */
@@ -21,13 +24,31 @@ export function Why({ leaseId, nameOf }) {
   if (value.passed) facts.push(`${newer(value.passed)} started first in the last ${duration(value.passed_s ?? 0)}.`);
   if (value.held.length)
     facts.push(`Reserved for it: GPU ${value.held.slice(0, MAX_OBSTACLES).map(nameOf).join(", ")}.`);
-  if (value.verdict !== "not_now" || value.obstacles.length === 0) facts.push(plain(value.sentence, 2000));
+  const says = value.verdict !== "not_now" || value.obstacles.length === 0;
+  facts.push(says ? plain(value.sentence, 2000) : plain(value.sentence.match(PREEMPTS)?.[0] ?? "", 1000));
   return html`<div class="why"><${Trouble} answer=${answer} />
-    <p><strong>${verdictOf(value)}</strong> ${facts.join(" ")}</p>
+    <p>${value.verdict !== "granted" && html`<strong>${verdictOf(value)}</strong> `}${facts.filter(Boolean).join(" ")}</p>
     ${value.behind.length > 0 && html`<p>Behind ${value.behind.slice(0, MAX_OBSTACLES).map((id, at) => html`${at ? ", " : ""}<${Link} view="leases" id=${id} class="id">${id}<//>`)}.</p>`}
-    ${value.recent_usage?.length > 0 && html`<p>Recent usage, by which requests of one priority are ordered: ${value.recent_usage.map(({ user, gpu_hours: hours }, at) => html`${at ? ", " : ""}${user ? html`<${User} name=${user} />` : "?"} ${hours.toFixed(1)}`)} GPU-hours.</p>`}
+    ${value.recent_usage?.length > 0 && html`<${RecentUsage} usages=${value.recent_usage} />`}
     ${value.obstacles.length > 0 && html`<${Obstacles} obstacles=${value.obstacles} />`}
   </div>`;
+}
+
+/** What orders the requests of one priority: where groups have a share, their usage first, beside that of users in none. */
+function RecentUsage({ usages }) {
+  const users = html`${usages.map(({ user, gpu_hours: hours }, at) => html`${at ? ", " : ""}${user ? html`<${User} name=${user} />` : "?"} ${hours.toFixed(1)}`)} GPU-hours.`;
+  if (!usages.some(({ group }) => group)) {
+    return html`<p>Recent usage, by which requests of one priority are ordered: ${users}</p>`;
+  }
+  const first = [...new Map(usages.map((one) => [one.group ? `group ${one.group}` : one.user, one])).values()];
+  return html`<p>Recent usage, by which requests of one priority are ordered, that of groups first: ${first.map((one, at) => html`${at ? ", " : ""}${one.group ? groupUsage(one) : html`<${User} name=${one.user || "?"} /> ${one.gpu_hours.toFixed(1)}`}`)} GPU-hours.</p>
+    <p>In a group, and where groups have about as much, by user: ${users}</p>`;
+}
+
+/** The usage of a group, as the explanation's sentence has it. */
+function groupUsage({ group, group_gpu_hours: hours, group_share: share }) {
+  const each = share === 1 ? "" : ` (${(hours / share).toFixed(1)} for each of ${share} users)`;
+  return `group ${plain(group)} ${hours.toFixed(1)}${each}`;
 }
 
 function Obstacles({ obstacles }) {
