@@ -247,6 +247,7 @@ class AsyncClient(AsyncReservationMethods):
         gpu_model: str | None = None,
         topology: Literal["required", "preferred", "any"] = "preferred",
         priority: Literal["interactive", "normal", "scavenge"] = "normal",
+        preemptible: bool | None = None,
         time_s: float | None = None,
         reclaim_idle_after_s: float | None = None,
         node: str | None = None,
@@ -283,6 +284,7 @@ class AsyncClient(AsyncReservationMethods):
             gpu_model=gpu_model,
             topology=topology,
             priority=priority,
+            preemptible=preemptible,
             time_s=time_s,
             reclaim_idle_after_s=reclaim_idle_after_s,
             node=node,
@@ -303,15 +305,15 @@ class AsyncClient(AsyncReservationMethods):
         owner: ProcessId | None,
     ) -> AsyncLease:
         lease, sent_at = await self._transport.run(self._flows.acquire(request, wait_s, shared_key, on_queued))
-        shared = shared_key is not None
-        return AsyncLease(self._renewing, lease, trusted_from=sent_at, on_lost=on_lost, shared=shared, owner=owner)
+        return AsyncLease(
+            self._renewing, lease, trusted_from=sent_at, on_lost=on_lost, shared=shared_key is not None, owner=owner
+        )
 
     async def request_lease(
         self, request: LeaseRequest, wait_s: float | None = None, on_queued: Callable[[Lease], None] | None = None
     ) -> Lease:
-        """A lease that the caller renews and releases. If `wait_s` is None, it may be queued. Otherwise this waits for
-        at most `wait_s`, and withdraws the request and raises NotNow if the GPUs were not granted. `on_queued` as for
-        `lease`."""
+        """A lease that the caller renews and releases. If `wait_s` is None, it may be queued. Else this waits for at
+        most `wait_s`, and withdraws the request and raises NotNow if it got no GPUs. `on_queued` as for `lease`."""
         return await self._transport.run(self._flows.request_lease(request, wait_s, on_queued))
 
     async def renew(self, lease_id: str, fencing_token: int | None) -> Lease:

@@ -134,7 +134,7 @@ class HeldLease:
         self.problems = lease.problems
         """Problems of the GPUs at the last renewal, such as another user's process on one."""
         self.preempt_at = lease.preempt_at
-        """When the lease ends for a request of higher priority, as of the last renewal; None unless it is preempted."""
+        """When the lease ends for a request that waits, as of the last renewal; None unless it is preempted."""
         self.preempting = threading.Event()
         """Set while the lease is to be preempted: save your work, and give it back before `preempt_at`."""
         self._threads = tuple(
@@ -299,7 +299,7 @@ class HeldLease:
             pause_s = sent_at + ttl_s / 3 * jitter - time.monotonic() if answered else min(1.0, ttl_s / 20) * jitter
 
     def _report_preemption(self, preempt_at: datetime | None) -> None:
-        """Warn once that the lease is to end for a request of higher priority, and once that it is not."""
+        """Warn once that the lease is to end for a request that waits, and once that it is not."""
         if preempt_at == self.preempt_at:
             return
         self.preempt_at = preempt_at
@@ -309,7 +309,7 @@ class HeldLease:
             return
         self.preempting.set()
         when = f"{preempt_at:%Y-%m-%d %H:%M:%S} UTC"
-        LOG.warning("Lease %s ends at %s for a request of higher priority: save your work until then.", self.id, when)
+        LOG.warning("Lease %s ends at %s for a request that waits: save your work until then.", self.id, when)
 
     def _report_problems(self, problems: tuple[str, ...]) -> None:
         """Warn once of each problem of the GPUs, for as long as it lasts."""

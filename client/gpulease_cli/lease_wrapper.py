@@ -133,6 +133,7 @@ def _request(timeout: float, project: str, gpus: str) -> dict[str, Any]:
         "mask": None,
         "topology": TopologyMode.PREFERRED,
         "priority": Priority.NORMAL,
+        "preemptible": False,
         "time": None,
         "reclaim_idle_after": None,
         "new": False,

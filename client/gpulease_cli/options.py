@@ -94,6 +94,11 @@ PRIORITY = option(
     show_default="normal",
     help="interactive goes first: for few GPUs and a short time. scavenge takes what no one else wants.",
 )
+PREEMPTIBLE = option(
+    "--preemptible",
+    is_flag=True,
+    help="It may end, after a notice, for others that wait, and no one ends for it; as with --priority scavenge.",
+)
 TIME = option(
     "--time",
     type=Field(DURATION, _lease_request, "time_s"),

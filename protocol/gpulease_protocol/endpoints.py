@@ -107,7 +107,7 @@ def node(name: str) -> ApiCall[Node]:
 
 def drain_node(name: str, reason: str | None = None) -> ApiCall[Node]:
     """`POST /v1/nodes/{name}/drain`; idempotent."""
-    from gpulease_protocol.requests import DrainRequest
+    from gpulease_protocol.node_requests import DrainRequest
 
     body = to_body(DrainRequest(reason=reason)) or None
     return replace(_post(f"/v1/nodes/{encoded(name)}/drain", body, Node), optional_fields=OUT_OF_USE_FIELDS)
@@ -115,7 +115,7 @@ def drain_node(name: str, reason: str | None = None) -> ApiCall[Node]:
 
 def pause_node(name: str, force: bool = False, reason: str | None = None) -> ApiCall[Node]:
     """`POST /v1/nodes/{name}/pause`; idempotent."""
-    from gpulease_protocol.requests import PauseRequest
+    from gpulease_protocol.node_requests import PauseRequest
 
     body = to_body(PauseRequest(force=force, reason=reason))
     return replace(_post(f"/v1/nodes/{encoded(name)}/pause", body, Node), optional_fields=OUT_OF_USE_FIELDS)

@@ -1,17 +1,59 @@
-"""Parts of a job: which jobs it waits for, what runs on each of its nodes, and its earlier attempts."""
+"""Parts of a job: what it runs, which jobs it waits for, what runs on each of its nodes, and its earlier attempts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 from gpulease_protocol.bounds import Bounds
 from gpulease_protocol.noun import Noun
-from gpulease_protocol.states import PartState
+from gpulease_protocol.states import Launcher, Mask, PartState, Priority
 
 DEPENDENCY_PATTERN = "^(job|array)-[A-Za-z0-9._-]{1,64}$"
 NO_DEPENDENCY = "must be the id of a job or an array"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec(Noun):
+    """What a job runs, fixed when it is submitted."""
+
+    command: tuple[str, ...]
+    """Script and arguments; with launcher `plain`, the program and its arguments."""
+    gpus: int
+    """How many GPUs; a launcher that starts ranks starts one on each. With several nodes, on each of them."""
+    nodes: int = 1
+    """On how many nodes it runs, with a launcher on each."""
+    max_nodes: int | None = None
+    """For an elastic job: it runs on `nodes` to this many nodes. Null: exactly on `nodes`."""
+    launcher: Launcher = Launcher.TORCHRUN
+    """What starts the ranks."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """The job's variables. PATH, locale and library paths are the worker's where these do not set them."""
+    working_directory: str | None = None
+    """Where the command runs; the job's own directory when null."""
+    interpreter: str | None = None
+    """Python that runs launcher and script; when null that of VIRTUAL_ENV in `environment`, else the worker's own."""
+    timeout_s: float | None = None
+    """End the job after it has run for this long; null for no limit."""
+    max_restarts: int = 0
+    """How many times the launcher itself may start all ranks again, under the same lease."""
+    retries: int = 0
+    """How many times the job is started again after it failed, each time under a new lease."""
+    umask: int | None = None
+    """File mode creation mask; when null 0o022 under a root worker, else the worker's."""
+    limits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Resource limits, soft and hard, by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
+    mask: Mask | None = None
+    """How CUDA_VISIBLE_DEVICES names its GPUs; null: as its launcher and command need it."""
+    notify: str | None = None
+    """URL that the job's supervisor calls, or command that it runs, when the job has ended; null for none."""
+    fence_s: float | None = None
+    """Its node ends it after so many seconds without an answer of any daemon; null: it survives every cut."""
+    priority: Priority = Priority.NORMAL
+    """Requests of a higher priority go first. It means nothing to its node."""
+    preemptible: bool = False
+    """Whether it may end for others. It means nothing to its node, either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,4 +129,4 @@ class JobAttempt(Noun):
     regrouped: bool = False
     """True when an elastic job went on with other nodes, under the same lease; it does not count as a retry either."""
     preempted: bool = False
-    """True when it was ended so that a request of higher priority could start; it does not count as a retry either."""
+    """True when it was ended so that a request that waited could start; it does not count as a retry either."""

@@ -12,7 +12,7 @@ from datetime import datetime
 from gpulease_protocol.device import Device
 from gpulease_protocol.events import Event, EventPage
 from gpulease_protocol.holder import Holder
-from gpulease_protocol.job_parts import JobAttempt, JobDependency, JobMember
+from gpulease_protocol.job_parts import JobAttempt, JobDependency, JobMember, JobSpec
 from gpulease_protocol.lease_parts import LeaseKeep, LeaseMember
 from gpulease_protocol.node_parts import GpuLink
 from gpulease_protocol.noun import Noun
@@ -212,6 +212,9 @@ class Demand(Noun):
     """How its GPUs on one node must be connected: see `topology` of the request."""
     priority: Priority = Priority.NORMAL
     """Requests of a higher priority go first."""
+    preemptible: bool = False
+    """Whether it may end, after a notice, for the first request that waits; always with priority `scavenge`. It takes
+    effect where the administrator has switched preemption on."""
     reclaim_idle_after_s: float | None = None
     """Its GPUs are taken back once none has worked for so long, and others wait for them. Null: they are not."""
 
@@ -280,53 +283,13 @@ class Lease(Noun):
     kept: LeaseKeep | None = None
     """Until when its idle GPUs are kept on purpose, and why; null where nothing was said, or that has ended."""
     preempt_at: datetime | None = None
-    """When it ends so that a request of higher priority can start; a job is told by SIGTERM before. Null unless it is
-    to be preempted. Never moved, but it may be withdrawn."""
+    """When it ends so that a request that waits can start; a job is told by SIGTERM before. Null unless it is to be
+    preempted. Never moved, but it may be withdrawn."""
     reclaim_at: datetime | None = None
     """When its idle GPUs are taken back, unless one works, they are kept, or no one waits; null without that notice."""
     problems: tuple[str, ...] = ()
     """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
     healthy, a node about which nothing is known. Empty unless active."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec(Noun):
-    """What a job runs, fixed when it is submitted."""
-
-    command: tuple[str, ...]
-    """Script and arguments; with launcher `plain`, the program and its arguments."""
-    gpus: int
-    """How many GPUs; a launcher that starts ranks starts one on each. With several nodes, on each of them."""
-    nodes: int = 1
-    """On how many nodes it runs, with a launcher on each."""
-    max_nodes: int | None = None
-    """For an elastic job: it runs on `nodes` to this many nodes. Null: exactly on `nodes`."""
-    launcher: Launcher = Launcher.TORCHRUN
-    """What starts the ranks."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """The job's variables. PATH, locale and library paths are the worker's where these do not set them."""
-    working_directory: str | None = None
-    """Where the command runs; the job's own directory when null."""
-    interpreter: str | None = None
-    """Python that runs launcher and script; when null that of VIRTUAL_ENV in `environment`, else the worker's own."""
-    timeout_s: float | None = None
-    """End the job after it has run for this long; null for no limit."""
-    max_restarts: int = 0
-    """How many times the launcher itself may start all ranks again, under the same lease."""
-    retries: int = 0
-    """How many times the job is started again after it failed, each time under a new lease."""
-    umask: int | None = None
-    """File mode creation mask; when null 0o022 under a root worker, else the worker's."""
-    limits: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Resource limits, soft and hard, by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
-    mask: Mask | None = None
-    """How CUDA_VISIBLE_DEVICES names its GPUs; null: as its launcher and command need it."""
-    notify: str | None = None
-    """URL that the job's supervisor calls, or command that it runs, when the job has ended; null for none."""
-    fence_s: float | None = None
-    """Its node ends it after so many seconds without an answer of any daemon; null: it survives every cut."""
-    priority: Priority = Priority.NORMAL
-    """Requests of a higher priority go first. It means nothing to its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,11 +344,13 @@ class Job(Noun):
     """How many times it is started again after it failed."""
     priority: Priority = Priority.NORMAL
     """Requests of a higher priority go first."""
+    preemptible: bool = False
+    """Whether an attempt may end, after a notice, for the first request that waits; then it is queued again."""
     fence_s: float | None = None
     """Its node ends it after so many seconds without an answer of any daemon, and after 30 s more (and 0.2 %) the
     daemon counts it as lost and starts its next attempt, if it has one; null: it survives every cut."""
     preempt_at: datetime | None = None
-    """By when its attempt has ended so that a request of higher priority can start; null unless it is preempted."""
+    """By when its attempt has ended so that a request that waits can start; null unless it is preempted."""
     preempted: int = 0
     """How many times it was preempted, and queued again; after two it goes first, and is not preempted again."""
     working_directory: str | None = None

@@ -48,8 +48,6 @@ AGENT = Bounds(maxLength=100)
 FENCE = Bounds(minimum=10, maximum=604800, rule="must be 10 to 604800 seconds (a week)")
 """How long a job may run without an answer of a daemon: longer than a worker waits for one."""
 RECLAIM = Bounds(minimum=60, maximum=31622400, rule="must be 60 to 31622400 seconds (a year)")
-REASON = Bounds(minLength=1, maxLength=200)
-"""An administrator's words."""
 
 GpuName = Annotated[str, Bounds(maxLength=MAX_UUID, rule=NO_UUID)]
 """A UUID, in any case."""
@@ -109,6 +107,9 @@ class LeaseRequest(RequestBody):
     priority: Literal["interactive", "normal", "scavenge"] = "normal"
     """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
     after a time that the administrator sets, 4 hours unless told otherwise."""
+    preemptible: bool | None = None
+    """Whether it may end, after a notice, for the first request that waits, where the administrator has switched that
+    on; nothing ends for it then. Null: only with priority `scavenge`, for which it cannot be false."""
     reclaim_idle_after_s: Annotated[float | None, RECLAIM] = None
     """Take the GPUs back once none has worked for so long, and others wait for them; told at least 5 minutes ahead."""
     owner_pid: Annotated[int | None, Bounds(minimum=1, exclusiveMaximum=2**31, rule="must be a process id, over 0")] = (
@@ -154,7 +155,9 @@ class LeaseRequest(RequestBody):
             "topology",
             'cannot be required with devices "auto", which takes what is free: give a count',
         )
+        may_end(self.priority, self.preemptible)
         if self.adopt:
+            check_field(not self.preemptible, "adopt", "takes a process that runs, so leave out preemptible")
             check_field(self.owner_pid is not None, "adopt", "must come with owner_pid, the process")
             chosen = [name for name in CHOICE_FIELDS if getattr(self, name) is not None]
             chosen += ["topology"] if self.topology != "preferred" else []
@@ -174,6 +177,7 @@ class LeaseRequest(RequestBody):
             time_s=self.time_s,
             topology=TopologyMode(self.topology),
             priority=Priority(self.priority),
+            preemptible=may_end(self.priority, self.preemptible),
             reclaim_idle_after_s=self.reclaim_idle_after_s,
             **selection,
         )
@@ -263,6 +267,9 @@ class JobRequest(RequestBody):
     priority: Literal["interactive", "normal", "scavenge"] = "normal"
     """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
     after a time that the administrator sets, 4 hours unless told otherwise."""
+    preemptible: bool | None = None
+    """Whether it may end, after a notice, for the first request that waits, where the administrator has switched that
+    on; nothing ends for it then. Null: only with priority `scavenge`, for which it cannot be false."""
     reclaim_idle_after_s: Annotated[float | None, RECLAIM] = None
     """Take the GPUs back once none has worked for so long, and others wait for them; told at least 5 minutes ahead."""
     after: Annotated[
@@ -283,6 +290,7 @@ class JobRequest(RequestBody):
     def __post_init__(self) -> None:
         check_bounds(self)
         check_gang(self.nodes, self.gpus, self.node)
+        may_end(self.priority, self.preemptible)
         check_field(bool(self.command[0]), "command", NO_COMMAND)
         check_field(not any("\0" in word for word in self.command), "command", "must not contain NUL")
         wrong = usage_error(self.effective_launcher, self.command, self.max_restarts, self.nodes)
@@ -319,6 +327,7 @@ class JobRequest(RequestBody):
             time_s=self.timeout_s,
             topology=TopologyMode(self.topology),
             priority=Priority(self.priority),
+            preemptible=may_end(self.priority, self.preemptible),
             reclaim_idle_after_s=self.reclaim_idle_after_s,
         )
 
@@ -347,6 +356,7 @@ class JobRequest(RequestBody):
             notify=self.notify,
             fence_s=self.fence_s,
             priority=Priority(self.priority),
+            preemptible=may_end(self.priority, self.preemptible),
         )
 
 
@@ -369,28 +379,15 @@ class CancelRequest(RequestBody):
         check_bounds(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainRequest(RequestBody):
-    """Body of `POST /v1/nodes/{name}/drain`; may be left out."""
-
-    reason: Annotated[str | None, REASON] = None
-    """Why, for the users who wait, such as "driver update till 15:00"."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseRequest(RequestBody):
-    """Body of `POST /v1/nodes/{name}/pause`; may be left out."""
-
-    force: bool = False
-    """Pause although leases are active there: they stay, but what happens on their GPUs is no longer seen."""
-    reason: Annotated[str | None, REASON] = None
-    """Why, for the users who wait, such as "driver update till 15:00"."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+def may_end(priority: str, preemptible: bool | None) -> bool:
+    """Whether a request of this priority may end for others. Raises ValueError where it says no, and must."""
+    is_scavenge = priority == Priority.SCAVENGE
+    check_field(
+        not is_scavenge or preemptible is not False,
+        "preemptible",
+        "cannot be false with priority scavenge, which ends for others; ask with priority normal",
+    )
+    return is_scavenge or bool(preemptible)
 
 
 def check_gang(nodes: int, count: int, node: str | None) -> None:

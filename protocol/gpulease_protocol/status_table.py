@@ -307,6 +307,8 @@ def describe_demand(demand: Demand) -> str:
         what += ", NVLink between all"
     if demand.priority is not Priority.NORMAL:
         what += f", {demand.priority}"
+    if demand.preemptible and demand.priority is not Priority.SCAVENGE:
+        what += ", preemptible"
     return what + (f", model contains {demand.gpu_model}" if demand.gpu_model else "")
 
 

@@ -351,7 +351,7 @@ class ServeSettings:
     )
     preemption: bool = setting(
         False,
-        "End leases and jobs of priority scavenge, after a notice, if a request of higher priority can then start.",
+        "End leases and jobs that are preemptible, after a notice, if the first request that waits can then start.",
         variable="GPULEASE_PREEMPTION",
         flag="--preemption/--no-preemption",
         group=QUEUE,

@@ -81,6 +81,43 @@ def test_a_request_may_say_that_idle_gpus_are_taken_back(api: DaemonProcess) -> 
         assert ask(api, {"reclaim_idle_after_s": wrong}).problem() == (422, "invalid_request"), wrong
 
 
+def test_a_request_says_whether_it_may_end_for_others(api: DaemonProcess) -> None:
+    def said(**body: Any) -> tuple[str, bool]:
+        lease = ask(api, body).json
+        shown = api.call("GET", f"/v1/leases/{lease['id']}").json
+        assert shown["demand"]["preemptible"] is lease["demand"]["preemptible"]
+        api.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+        return lease["demand"]["priority"], lease["demand"]["preemptible"]
+
+    assert said() == ("normal", False)
+    assert said(preemptible=None, priority="scavenge") == ("scavenge", True)
+    assert said(preemptible=True) == ("normal", True)
+    assert said(preemptible=True, priority="interactive") == ("interactive", True)
+    assert said(preemptible=True, priority="scavenge") == ("scavenge", True)
+    assert said(preemptible=False) == ("normal", False)
+    for path, body in (("/v1/leases", {}), ("/v1/jobs", {"command": ["true"]})):
+        refused = api.call("POST", path, body | {"priority": "scavenge", "preemptible": False})
+        assert refused.problem() == (422, "invalid_request")
+        assert "ask with priority normal" in refused.json["detail"]
+    adopting = api.call("POST", "/v1/leases", {"adopt": True, "owner_pid": 1, "preemptible": True})
+    assert adopting.problem() == (422, "invalid_request")
+    assert "leave out preemptible" in adopting.json["detail"]
+    assert ask(api, {"preemptible": "maybe"}).problem() == (422, "invalid_request")
+
+    array = {"indices": "0-1"}
+    for more, expected in (
+        ({"preemptible": True, "array": array}, True),
+        ({"priority": "scavenge"}, True),
+        ({}, False),
+    ):
+        body = {"command": ["true"], "launcher": "plain", "node": "n1", "gpus": 1} | more
+        job = api.call("POST", "/v1/jobs", body).json
+        assert job["preemptible"] is expected
+        assert api.call("GET", f"/v1/jobs/{job['id']}").json["preemptible"] is expected
+        lease = api.call("GET", f"/v1/leases/{job['lease_id']}").json
+        assert lease["demand"]["preemptible"] is expected
+
+
 @pytest.mark.parametrize(
     ("devices", "indices"),
     [

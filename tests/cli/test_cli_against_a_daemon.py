@@ -344,6 +344,23 @@ def test_what_requires_nvlink_is_refused_where_there_is_none(
     assert gpulease("run", "-n", "2", "--topology", "any", "--wait", "60s", "--", "true").returncode == 0
 
 
+def test_a_lease_and_a_job_agree_to_end_for_others(client: Client, gpulease: Program) -> None:
+    asked = ("acquire", "--wait", "60s", "--detach", "--json")
+    lease = json.loads(gpulease(*asked, "--preemptible").stdout)
+    assert lease["demand"]["preemptible"] is True
+    assert "1 GPU, preemptible" in gpulease("show", lease["id"]).stdout
+    client.release(lease["id"], lease["token"])
+    with client.lease(count=4, wait_s=60, preemptible=True) as held:
+        assert client.lease_by_id(held.id).demand.preemptible is True
+        job = gpulease("submit", "--preemptible", "--launcher", "plain", "--", "true").stdout.strip()
+        assert "1 GPU, preemptible" in gpulease("queue").stdout
+        assert client.job(job).preemptible
+        assert "may end for others" in gpulease("show", job).stdout
+    assert client.wait_job(job).exit_code == 0
+    seen = gpulease("run", "--wait", "60s", "--preemptible", "--", "sh", "-c", "echo $GPULEASE_LEASE_ID").stdout.strip()
+    assert client.lease_by_id(seen).demand.preemptible is True
+
+
 def test_a_lease_and_a_job_have_a_priority_and_a_time(client: Client, gpulease: Program) -> None:
     refused = gpulease("run", "-n", "3", "--priority", "interactive", "--", "true")
     assert refused.returncode == 125

@@ -59,7 +59,7 @@ def test_a_holder_hears_that_its_lease_is_preempted_and_that_it_is_not(daemon, c
         daemon.only_lease()["preempt_at"] = None
         until(lambda: not lease.preempting.is_set())
         assert lease.preempt_at is None
-    assert caplog.text.count("ends at 2026-01-01 12:00:00 UTC for a request of higher priority") == 1
+    assert caplog.text.count("ends at 2026-01-01 12:00:00 UTC for a request that waits") == 1
     assert caplog.text.count("is not preempted after all") == 1
 
 

@@ -27,15 +27,8 @@ from gpulease_protocol.model import (
     Liveness,
     Page,
 )
-from gpulease_protocol.requests import (
-    ArrayRequest,
-    CancelRequest,
-    DrainRequest,
-    HolderProof,
-    JobRequest,
-    LeaseRequest,
-    PauseRequest,
-)
+from gpulease_protocol.node_requests import DrainRequest, PauseRequest
+from gpulease_protocol.requests import ArrayRequest, CancelRequest, HolderProof, JobRequest, LeaseRequest
 from gpulease_protocol.tokens import TokenRequest
 
 LEASE = Lease(

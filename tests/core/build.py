@@ -276,6 +276,7 @@ class World:
                     max_nodes=max_nodes,
                     time_s=spec.timeout_s,
                     priority=spec.priority,
+                    preemptible=spec.preemptible,
                 ),
                 holder=Holder(user=user, token_id=token),
                 budget=budget,

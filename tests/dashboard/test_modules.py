@@ -36,7 +36,8 @@ DEMANDS = [
     Demand(count=4, nodes=3, gpu_model="H100"),
     Demand(selection=Selection.ALL),
     Demand(count=4, gpu_model="H100", topology=TopologyMode.REQUIRED),
-    Demand(count=2, priority=Priority.SCAVENGE),
+    Demand(count=2, priority=Priority.SCAVENGE, preemptible=True),
+    Demand(count=2, priority=Priority.INTERACTIVE, preemptible=True, gpu_model="H100"),
     Demand(selection=Selection.AUTO, node="n2"),
 ]
 SECONDS = [-1, 0, 0.9, 59, 60, 185, 3599, 3600, 7800, 86399, 86400, 273600.5]

@@ -72,7 +72,7 @@ def test_what_ends_for_a_request_is_said_at_both(browser: Browser, tmp_path: Pat
         expect(until.first).to_be_visible()
         without_violations(page)
         page.evaluate("view => { location.hash = view }", f"#/leases/{scene.held}")
-        expect(page.locator(".pairs")).to_contain_text("for a request of higher priority")
+        expect(page.locator(".pairs")).to_contain_text("for a request that waits")
         expect(page.locator(".why")).to_contain_text(f"preempted, so that {scene.waits} of user root")
         page.evaluate("view => { location.hash = view }", f"#/jobs/{scene.job}")
         expect(page.locator(".pairs")).to_contain_text("preempted once, and waits again at its old place")

@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--fair-share", action="store_true", help="two users, ordered by what they have used")
     parser.add_argument("--shares", action="store_true", help="a group and a user, ordered by what they have used")
     parser.add_argument("--reservations", action="store_true", help="an administrator reserves GPUs, and cancels that")
-    parser.add_argument("--preemption", action="store_true", help="leases of priority scavenge end for others")
+    parser.add_argument("--preemption", action="store_true", help="leases that are preemptible end for others")
     parser.add_argument("--reclaim", action="store_true", help="idle leases of priority interactive end for others")
     parser.add_argument("--crowd", action="store_true", help="few GPUs for many, and all that lets one pass another")
     parser.add_argument("--trace", type=Path, help="write every step to this file")

@@ -949,15 +949,15 @@ WAITS_FOR = re.compile(r"^for (\S+) of user ")
 
 
 def only_what_opted_in_is_preempted(seen: Seen) -> Iterator[str]:
-    """Only leases of priority scavenge are told to end, for requests of a higher one."""
+    """Only leases that are preemptible are told to end, for requests that are not."""
     demands = {lease["id"]: lease["demand"] for _, lease in seen.answers()}
     for event in seen.events("lease.preempting"):
         waits = WAITS_FOR.match(event["reason"])
         own, other = (
-            demands.get(one, {}).get("priority") for one in (event["lease_id"], waits.group(1) if waits else "")
+            demands.get(one, {}).get("preemptible") for one in (event["lease_id"], waits.group(1) if waits else "")
         )
-        if own not in (None, "scavenge") or other == "scavenge":
-            yield f"seq {event['seq']}: {event['lease_id']} of priority {own} is to end for one of priority {other}"
+        if own is False or other:
+            yield f"seq {event['seq']}: {event['lease_id']}, preemptible: {own}, is to end for one with {other}"
 
 
 def preempted_after_the_minimum(seen: Seen) -> Iterator[str]:

@@ -63,6 +63,8 @@ class PlayedClient:
         elif self.world.preemption:
             body |= {"priority": chance.choice(("interactive", "normal", "scavenge", "scavenge")), "queue": True}
             body["ttl_s"] = chance.choice((3.0, 6.0))
+        if self.world.preemption and body["priority"] != "scavenge" and chance.random() < 0.3:
+            body["preemptible"] = True
         if self.world.reclaim:
             body |= {"priority": chance.choice(("interactive", "interactive", "normal")), "queue": True}
             body |= {"count": chance.choice((1, 1, 2)), "ttl_s": chance.choice((2.0, 3.0))}
@@ -158,7 +160,7 @@ class PlayedClient:
     async def _hold(self, lease: Line, trusted_from: float) -> None:
         """Use the GPUs, renew, give back; or forget some of it."""
         world, chance = self.world, self.world.chance
-        may_end = (world.preemption and lease["demand"]["priority"] == "scavenge") or (
+        may_end = (world.preemption and lease["demand"]["preemptible"]) or (
             world.reclaim and lease["demand"]["priority"] == "interactive"
         )
         until_s = world.now_s + chance.expovariate(0.04 if may_end and not world.calm else 0.6)

@@ -502,6 +502,11 @@ def preempt_anyone() -> Patches:
     return [(f"{CORE}.ledger.is_preemptible", lambda _: True)]
 
 
+def preempt_in_turns() -> Patches:
+    """Leases end for requests that have opted in themselves."""
+    return [(f"{CORE}.preemption.is_preemptible", lambda _: False)]
+
+
 def preempt_at_once() -> Patches:
     """Leases end for others however short a time they have held their GPUs."""
     return [(f"{CORE}.victim_choice.held_s", lambda *_: 1e9)]
@@ -628,6 +633,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         run_ahead_of_all,
         run_ahead_of_own_ends,
         preempt_anyone,
+        preempt_in_turns,
         preempt_at_once,
         preempt_for_others,
         reclaim_anyone,
@@ -659,7 +665,7 @@ OF_LIMITS = ("grant_over_limits", "interactive_without_limit", "run_ahead_of_own
 """Those that only show where limits are set."""
 OF_RESERVATIONS = ("grant_what_is_reserved",)
 """Those that only show where GPUs are reserved."""
-OF_PREEMPTION = ("preempt_anyone", "preempt_at_once", "preempt_for_others")
+OF_PREEMPTION = ("preempt_anyone", "preempt_in_turns", "preempt_at_once", "preempt_for_others")
 """Those that only show where leases end for others."""
 OF_CROWDS = ("no_bypass_counts",)
 """Those that only show where many wait for few GPUs."""

@@ -329,7 +329,7 @@ def preempts(run: Run, at_s: float = 3.5) -> None:
     run.lines.append({"what": "preemption", "at_s": 0.0, "after_s": 2.0})
     for line in run.lines:
         if line.get("lease", {}).get("id") == "A":
-            line["lease"]["demand"]["priority"] = "scavenge"
+            line["lease"]["demand"]["preemptible"] = True
     reason = "for B of user ada, whose priority is normal"
     told = event("lease.preempting", at_s, lease_id="A", gpus=["g1", "g2"], reason=f"{reason}, by noon")
     ended = run.log.index(run.find(kind="lease.ended", lease_id="A"))
@@ -342,7 +342,14 @@ def preempts_what_did_not_opt_in(run: Run) -> None:
     preempts(run)
     for line in run.lines:
         if line.get("lease", {}).get("id") == "A":
-            line["lease"]["demand"]["priority"] = "normal"
+            line["lease"]["demand"]["preemptible"] = False
+
+
+def preempts_for_what_opted_in(run: Run) -> None:
+    preempts(run)
+    for line in run.lines:
+        if line.get("lease", {}).get("id") == "B" and "demand" in line["lease"]:
+            line["lease"]["demand"]["preemptible"] = True
 
 
 def preempts_too_soon(run: Run) -> None:
@@ -582,6 +589,7 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("limits are never passed (15)", over_a_limit),
     ("reservations are never crossed (4)", crosses_a_reservation),
     ("only what opted in is preempted (7)", preempts_what_did_not_opt_in),
+    ("only what opted in is preempted (7)", preempts_for_what_opted_in),
     ("nothing is preempted before the minimum (7)", preempts_too_soon),
     ("who preempts starts (7, 8)", preempts_for_someone_else),
     ("only what agreed is taken back (7)", reclaims_what_did_not_agree),

@@ -25,8 +25,8 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 """What must have happened in a run of some length, lest it shows nothing."""
 
 LOOK_FIRST = {
-    "preempt_anyone": 5,
-    "preempt_for_others": 43,
+    "preempt_anyone": 8,
+    "preempt_in_turns": 2,
     "reclaim_anyone": 3,
     "reclaim_what_is_kept": 5,
     "reclaim_what_is_trusted": 3,

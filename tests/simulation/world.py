@@ -180,11 +180,11 @@ class World:
     and of a user in none, all of whose times are short; one user asks in parts, and one withdraws and asks again.
     With `reservations` an administrator reserves GPUs for one of two users, and a part of the requests declares a time.
     With `preemption` most requests are
-    of priority scavenge, hold their GPUs for long, and end for others; no one sets the clock, because a restart would
+    preemptible, hold their GPUs for long, and end for others; no one sets the clock, because a restart would
     take the jump for time that they were held. With `reclaim` most requests are of priority interactive, hold their
     GPUs for long, work now and then, and give them back while idle; no one sets the clock, because a restart takes what
     is kept for shorter then. With `crowd` there are few GPUs and many requests, of all priorities and of one
-    GPU up to a whole node, with and without a declared time; leases of priority scavenge end for others, and an
+    GPU up to a whole node, with and without a declared time; preemptible leases end for others, and an
     administrator reserves GPUs: all that lets one go before another, with small bounds and few faults."""
 
     def __init__(

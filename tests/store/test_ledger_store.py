@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import event, text, update
+from sqlalchemy import event, select, text, update
 from sqlalchemy.exc import DataError
 
 from gpulease_protocol.budgets import Budget
@@ -287,6 +287,26 @@ def test_what_a_job_waits_for_and_has_tried_comes_back(store: Store) -> None:
     assert [attempt.exit_code for attempt in loaded.jobs[first].job.attempt_history] == [3]
     assert loaded.jobs[first].spec.notify == "mail ada"
     assert set(loaded.unmet) == {second, third}
+
+
+def test_who_has_opted_in_to_be_preempted_is_known_after_a_restart_also_of_an_older_version(store: Store) -> None:
+    world = World(policy=Policy(preemption=True)).node(gpus=3)
+    leases = [world.lease(1, priority=Priority.SCAVENGE), world.lease(1, preemptible=True), world.lease(1)]
+    job_id = world.submit(1, preemptible=True)
+    save(store, world)
+    loaded = store.load()
+    assert loaded.preemptible.keys() == {leases[0].id, leases[1].id}
+    assert [loaded.leases[one.id].lease.demand.preemptible for one in leases] == [True, True, False]
+    assert loaded.jobs[job_id].spec.preemptible
+    assert lasting(loaded) == lasting(world.ledger)
+
+    with store.engine.begin() as connection:
+        for row in connection.execute(select(tables.lease.c.id, tables.lease.c.demand)).all():
+            older = {name: value for name, value in row.demand.items() if name != "preemptible"}
+            connection.execute(tables.lease.update().where(tables.lease.c.id == row.id).values(demand=older))
+    loaded = store.load()
+    assert loaded.preemptible.keys() == {leases[0].id}, "an older version knew priorities alone"
+    assert [loaded.leases[one.id].lease.demand.preemptible for one in leases] == [True, False, False]
 
 
 def test_a_preempted_job_has_its_old_place_after_a_restart_and_what_ends_for_whom_is_known(store: Store) -> None:

@@ -26,6 +26,7 @@ from gpulease_cli.options import (
     MODEL,
     NODES,
     OWN_NODE,
+    PREEMPTIBLE,
     PRIORITY,
     RECLAIM,
     TIME,
@@ -90,6 +91,7 @@ LEASES = argument(
 @TOPOLOGY
 @OWN_NODE
 @PRIORITY
+@PREEMPTIBLE
 @TIME
 @RECLAIM
 @option("--new", is_flag=True, help="Lease other GPUs, even if this shell has a lease, which it keeps.")
@@ -106,6 +108,7 @@ def acquire(
     topology: TopologyMode,
     node: str | None,
     priority: Priority,
+    preemptible: bool,
     time: float | None,
     reclaim_idle_after: float | None,
     new: bool,
@@ -130,7 +133,7 @@ def acquire(
         which: dict[str, Any] = {"count": gpus or 1} if devices is None else {"devices": devices}
         asked: dict[str, Any] = which | {"among": among, "ttl_s": ttl, "label": label, "gpu_model": model}
         asked |= {"node": node, "nodes": nodes, "topology": topology.value, "priority": priority.value, "time_s": time}
-        asked["reclaim_idle_after_s"] = reclaim_idle_after
+        asked |= {"preemptible": preemptible or None, "reclaim_idle_after_s": reclaim_idle_after}
         request = checked(
             lambda: LeaseRequest(**asked, **agent_fields(), **owner, watch_owner=bool(owner), queue=wait > 0)
         )

@@ -135,6 +135,7 @@ def request_for(
             gpu_model=options["model"],
             topology=options["topology"].value,
             priority=options["priority"].value,
+            preemptible=options["preemptible"] or None,
             timeout_s=options["time"],
             reclaim_idle_after_s=options["reclaim_idle_after"],
             interpreter=submitted_command.interpreter(None, launcher, mask or choose_mask(launcher, command)),

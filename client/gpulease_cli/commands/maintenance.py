@@ -14,7 +14,7 @@ from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.model import Gpu, Node, NodeMode
 from gpulease_protocol.node_protocol import PAUSED
-from gpulease_protocol.requests import DrainRequest
+from gpulease_protocol.node_requests import DrainRequest
 from gpulease_protocol.status_table import align_columns, gibibytes, short_model
 
 NVML_CLOSE_S = 10.0

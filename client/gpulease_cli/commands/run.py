@@ -28,7 +28,20 @@ from gpulease.own_node import node_to_ask_for
 from gpulease_cli import caller_mask, output, wait_progress
 from gpulease_cli.help_format import ARGUMENTS_LAST, command
 from gpulease_cli.option_types import Field, NodeRange, Number, OneOf
-from gpulease_cli.options import DEVICES, LABEL, MASK, MODEL, OWN_NODE, PRIORITY, RECLAIM, TIME, TOPOLOGY, WAIT, ttl
+from gpulease_cli.options import (
+    DEVICES,
+    LABEL,
+    MASK,
+    MODEL,
+    OWN_NODE,
+    PREEMPTIBLE,
+    PRIORITY,
+    RECLAIM,
+    TIME,
+    TOPOLOGY,
+    WAIT,
+    ttl,
+)
 from gpulease_cli.parameters import argument, option
 from gpulease_cli.surrounding_lease import BorrowedLease, chosen_gpus, surrounding_lease
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, LeaseLost, NotFound, NotNow, UnknownOrdinals
@@ -65,7 +78,7 @@ TTL = ttl("60s", "How soon the GPUs are free again if this program dies.")
 
 def lease_options(function: Callable[..., int]) -> Callable[..., int]:
     """Give a command the options of what runs under a lease, in this order."""
-    chosen = (MODEL, TOPOLOGY, OWN_NODE, MASK, PRIORITY, TIME, RECLAIM)
+    chosen = (MODEL, TOPOLOGY, OWN_NODE, MASK, PRIORITY, PREEMPTIBLE, TIME, RECLAIM)
     for add_option in reversed((COUNT, DEVICES, WAIT, LABEL, TTL, *chosen, NEW, QUIET)):
         function = add_option(function)
     return function
@@ -239,6 +252,7 @@ def _leased(
             gpu_model=options["model"],
             topology=options["topology"].value,
             priority=options["priority"].value,
+            preemptible=options["preemptible"] or None,
             time_s=options["time"],
             reclaim_idle_after_s=options["reclaim_idle_after"],
             node=node,

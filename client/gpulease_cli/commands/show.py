@@ -103,6 +103,10 @@ def _job_facts(client: Client, job: Job, now: datetime) -> Facts:
         yield "ran for", format_duration(((job.ended_at or now) - job.started_at).total_seconds())
     yield "time limit", job.timeout_s and _limit(job, now)
     yield "attempts", _attempts(job)
+    yield (
+        "preemptible",
+        "it may end for others, and is queued again then" if job.preemptible and not job.ended else None,
+    )
     yield "preempted", job.preempted and ("once" if job.preempted == 1 else f"{job.preempted} times")
     for attempt in job.attempt_history:
         yield f"attempt {attempt.number}", attempt.reason
@@ -157,7 +161,7 @@ def _lease_facts(client: Client, lease: Lease, now: datetime) -> Facts:
     yield "kept", describe_kept(lease, now)
     yield (
         "preempted",
-        lease.preempt_at and f"by {lease.preempt_at.astimezone():%Y-%m-%d %H:%M:%S}, for a higher priority",
+        lease.preempt_at and f"by {lease.preempt_at.astimezone():%Y-%m-%d %H:%M:%S}, for others that wait",
     )
     yield (
         "gives back",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -17,7 +17,7 @@ from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.help_format import ARGUMENTS_LAST
 from gpulease_cli.job_script import MARKED, ScriptCommand
 from gpulease_cli.option_types import DURATION, Field, NodeRange, Number, OneOf
-from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, PRIORITY, RECLAIM, TOPOLOGY, checked
+from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, PREEMPTIBLE, PRIORITY, RECLAIM, TOPOLOGY, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import InvalidRequest
@@ -34,6 +34,7 @@ LIKELY_OURS = (
     "--launcher",
     "--topology",
     "--priority",
+    "--preemptible",
     "--array",
     "--after",
     "--notify",
@@ -127,6 +128,7 @@ LIKELY_OURS = (
 @TOPOLOGY
 @NODE
 @PRIORITY
+@PREEMPTIBLE
 @RECLAIM
 @MASK
 @option(
@@ -167,6 +169,7 @@ def submit(
     topology: TopologyMode,
     node: str | None,
     priority: Priority,
+    preemptible: bool,
     reclaim_idle_after: float | None,
     mask: Mask | None,
     array: str | None,
@@ -185,6 +188,7 @@ def submit(
     launcher = launcher or choose_launcher(command)
     python = submitted_command.interpreter(interpreter, launcher, mask or choose_mask(launcher, command))
     _check_follow(follow, array)
+    ends: dict[str, Any] = {"timeout_s": timeout, "retries": retries, "max_restarts": max_restarts, "fence_s": fence}
     request = checked(
         lambda: JobRequest(
             command=command,
@@ -193,13 +197,11 @@ def submit(
             max_nodes=nodes[1],
             launcher=launcher.value,
             name=name,
-            timeout_s=timeout,
-            retries=retries,
-            max_restarts=max_restarts,
-            fence_s=fence,
+            **ends,
             gpu_model=model,
             topology=topology.value,
             priority=priority.value,
+            preemptible=preemptible or None,
             reclaim_idle_after_s=reclaim_idle_after,
             node=None if node == ANY_NODE else node,
             interpreter=python,

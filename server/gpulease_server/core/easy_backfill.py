@@ -47,11 +47,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import Demand, LeaseState, Priority
+from gpulease_protocol.model import Demand, LeaseState
 from gpulease_server.core.backfill import NONE_UNDELAYED, BlockedRequests, Reservations, Undelayed
-from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.limit_records import LimitKey, user_key
-from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates
+from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates, of_anyone
 from gpulease_server.core.records import GpuRecord, LeaseRecord
 from gpulease_server.core.shadow_time import serves_s, settling_s
 from gpulease_server.core.user_limits import LimitedDemand
@@ -298,9 +297,7 @@ class EasyBackfill:
         """What a request asks for, without its time and priority: which nodes can serve it, and when."""
         lease = record.lease
         if lease.id not in self._kinds:
-            self._kinds[lease.id] = replace(
-                lease.demand, time_s=None, priority=Priority.NORMAL, reclaim_idle_after_s=None
-            )
+            self._kinds[lease.id] = of_anyone(lease.demand)
         return self._kinds[lease.id]
 
     def _at_once(self, node: str, user: str | None) -> tuple[str | None, ...]:

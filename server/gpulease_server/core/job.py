@@ -25,6 +25,7 @@ from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.preemption_records import with_consent
 from gpulease_server.core.queue import admit_waiting
 from gpulease_server.core.reclaim_rule import with_reclaim_rule
 from gpulease_server.core.records import Change, JobRecord, LeaseRecord, NotBefore
@@ -52,7 +53,7 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
     if isinstance(demand, GpuleaseError):
         turn.answer(submitted.cause, demand)
         return
-    submitted = _with_time(submitted, with_reclaim_rule(demand, turn.policy))
+    submitted = _with_time(submitted, with_consent(with_reclaim_rule(demand, turn.policy)))
     enter_budget(turn, submitted.holder.token_id, submitted.budget)
     first, *others = submitted.jobs
     refused = submitted.after_refused

@@ -26,6 +26,7 @@ from gpulease_server.core.happenings import (
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared, shorten_deadline
 from gpulease_server.core.pending import PendingRequest
+from gpulease_server.core.preemption_records import with_consent
 from gpulease_server.core.presentation import lease_answer, lease_view
 from gpulease_server.core.reclaim_rule import with_reclaim_rule
 from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord, WatchedOwner
@@ -52,7 +53,7 @@ def on_lease_requested(turn: Turn, request: LeaseRequested) -> None:
     if isinstance(demand := timed_demand(turn.ledger, request, turn.policy), GpuleaseError):
         turn.answer(request.cause, demand)
         return
-    demand = with_reclaim_rule(demand, turn.policy)
+    demand = with_consent(with_reclaim_rule(demand, turn.policy))
     enter_budget(turn, request.holder.token_id, request.budget)
     lease = Lease(
         id=request.lease_id,

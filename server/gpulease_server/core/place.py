@@ -66,6 +66,7 @@ def place(
         time_s=demand.time_s,
         topology=demand.topology,
         priority=demand.priority,
+        preemptible=demand.preemptible,
         reclaim_idle_after_s=demand.reclaim_idle_after_s,
     )
     if search.is_within_limit and demand == plain and demand.topology is not TopologyMode.REQUIRED:

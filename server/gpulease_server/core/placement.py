@@ -77,11 +77,17 @@ def grant_size(demand: Demand, gpus: Collection[GpuRecord | str]) -> int:
     return gpus_needed(demand, gpus) * demand.nodes
 
 
+def of_anyone(demand: Demand) -> Demand:
+    """What a demand asks for, without what says nothing of the GPUs: its time, its priority, and when it may end."""
+    return replace(demand, time_s=None, priority=Priority.NORMAL, preemptible=False, reclaim_idle_after_s=None)
+
+
 def find_candidates(ledger: Ledger, demand: Demand) -> Candidates:
-    """The GPUs that could serve the demand now or later. Costs a walk over all GPUs once for each demand; its time and
-    priority make no difference."""
-    if (demand.time_s, demand.priority, demand.reclaim_idle_after_s) != (None, Priority.NORMAL, None):
-        demand = replace(demand, time_s=None, priority=Priority.NORMAL, reclaim_idle_after_s=None)
+    """The GPUs that could serve the demand now or later. Costs a walk over all GPUs once for each demand; what
+    `of_anyone` leaves out makes no difference."""
+    own = demand.time_s, demand.priority, demand.preemptible, demand.reclaim_idle_after_s
+    if own != (None, Priority.NORMAL, False, None):
+        demand = of_anyone(demand)
     known = ledger.fleet.candidates.get(demand)
     if known is not None:
         return known

@@ -91,7 +91,7 @@ class Policy:
     fair_share: bool = False
     """Whether usage orders the requests of one priority, see `core.fair_share`; it is counted in any case."""
     preemption: bool = False
-    """Whether a request may have leases of lower priority end that have opted in, see `core.preemption`."""
+    """Whether a request may have leases end that have opted in, see `core.preemption`."""
     preempt_after_s: float = 600.0
     """A lease that has held its GPUs for less is not preempted."""
     preempt_notice_s: float = 120.0

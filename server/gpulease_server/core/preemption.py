@@ -1,4 +1,4 @@
-"""Preemption: leases of a lower priority that have opted in end, after a notice, so that the first request can start.
+"""Preemption: leases that have opted in end, after a notice, so that the first request, which has not, can start.
 
 Off unless `Policy.preemption`. See docs/design/0017-preemption.md for the rules, and for what each failure does.
 
@@ -9,6 +9,7 @@ Off unless `Policy.preemption`. See docs/design/0017-preemption.md for the rules
 What must always hold
 ---------------------
 - No lease is preempted that did not opt in, or has held its GPUs for less than `preempt_after_s`.
+- None is preempted for a request that has opted in itself.
 - Nothing is preempted unless the request then starts or leaves, but for GPUs that fail meanwhile.
 - One set at a time; a request has one set.
 """
@@ -28,7 +29,7 @@ from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Blocked, min_gpus
 from gpulease_server.core.preempted_gpus import preemptions_under_way
-from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved
+from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved, is_preemptible
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.reservation_view import reservations_before
 from gpulease_server.core.shadow_time import latest_s, shadow_time
@@ -140,6 +141,8 @@ def _preempt(turn: Turn) -> None:
     record = _first(turn)
     if record is None or record.lease.demand.nodes > 1 or record.lease.id in ledger.preemptions:
         return
+    if is_preemptible(record.lease.demand):
+        return  # two that have opted in would end each other in turns
     reservations = reservations_before(ledger, record, now, turn.policy)
     if (chosen := _set_for(reservations, record)) is not None:
         _give_notice(turn, record, chosen)

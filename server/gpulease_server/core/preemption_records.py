@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from gpulease_protocol.model import Demand, Job, Priority
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.policy import Policy
 
 MAX_PREEMPTED = 2
@@ -14,7 +15,14 @@ MAX_PREEMPTED = 2
 
 def is_preemptible(demand: Demand) -> bool:
     """True for what was asked for with the consent to end for others."""
-    return demand.priority is Priority.SCAVENGE
+    # `scavenge` is the consent also where an older version has recorded it, without the other word.
+    return demand.preemptible or demand.priority is Priority.SCAVENGE
+
+
+def with_consent(demand: Demand) -> Demand:
+    """A demand that says of itself whether it may end for others, also by its priority: what holds is in the record."""
+    is_said = demand.preemptible or not is_preemptible(demand)
+    return demand if is_said else replace(demand, preemptible=True)
 
 
 def was_preempted(job: Job) -> bool:

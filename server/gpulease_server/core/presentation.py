@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 
-from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Job, Lease, LeaseState, Node, NodeState
+from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Job, Lease, LeaseState, Node, NodeState, Priority
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import (
@@ -41,6 +41,7 @@ JOB_VIEW_FIELDS = (
         "retries",
         "fence_s",
         "priority",
+        "preemptible",
         "working_directory",
         "log_directory",
     ),
@@ -78,7 +79,7 @@ def lease_view(
 
 
 def _preempt_at(ledger: Ledger, lease: Lease) -> datetime | None:
-    """When a lease is to have ended so that a request of higher priority can start; None for any other."""
+    """When a lease is to have ended so that a request that waits can start; None for any other."""
     job = ledger.live_jobs.get(lease.job_id or "")
     if job is not None and job.job.lease_id == lease.id:
         return job.job.preempt_at
@@ -128,6 +129,7 @@ def job_view(record: JobRecord) -> Job:
         retries=record.spec.retries,
         fence_s=record.spec.fence_s,
         priority=record.spec.priority,
+        preemptible=record.spec.preemptible or record.spec.priority is Priority.SCAVENGE,
         working_directory=record.spec.working_directory,
         log_directory=record.log_directory,
     )

@@ -13,7 +13,7 @@ meantime (`core.easy_backfill`) on the early one. What is not known is early *no
 | the same, and it ran ahead of the request | now: it is not to be waited for in turn | `settling_s` after that |
 | the same, of the user who is to run ahead | now: they may give it back at once | `settling_s` after that |
 | the same, and it is to end for a request (`core.preemption`) | now | `settling_s` after that |
-| the same, and it may be made to: it is of priority scavenge | it has its GPUs for `preempt_after_s` | as without |
+| the same, and it may be made to: it is preemptible | it has its GPUs for `preempt_after_s` | as without |
 | the same, and it gives idle GPUs back (`core.reclaim`) | now: it may be idle from now on | `settling_s` after that |
 | the same, of a job that is being stopped | now: it has been given back already | `settling_s` after that |
 | draining | now | `2 * retained_memory_s` after the end of its lease; beyond that not known |

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from gpulease_protocol.model import JobState, LeaseState
 from gpulease_server.core.backfill import Reservations
-from gpulease_server.core.demand_classes import rank_of
 from gpulease_server.core.gpu import conflicting_processes, ends_too_soon, node_problem
 from gpulease_server.core.gpu_choice import set_to_wait_for
 from gpulease_server.core.placement import find_candidates, gpus_needed, grant_size, has_enough
@@ -70,14 +69,12 @@ def longest_notice_s(leases: Sequence[LeaseRecord], policy: Policy) -> float:
     return max([notice_s, *(max(ttl_s, notice_s + ttl_s / 3) for ttl_s in ttls_s)])
 
 
-def may_be_preempted(reservations: Reservations, record: LeaseRecord, victim: LeaseRecord) -> bool:
+def may_be_preempted(reservations: Reservations, victim: LeaseRecord) -> bool:
     """True for a lease that has opted in, has held its GPUs for long enough, and whose holder can be told."""
     ledger, now, policy, lease = reservations.ledger, reservations.now, reservations.policy, victim.lease
     if lease.state is not LeaseState.ACTIVE or lease.id not in ledger.preemptible:
         return False
-    if rank_of(lease.demand) <= rank_of(record.lease.demand) or held_s(victim, now) < policy.preempt_after_s:
-        return False
-    if lease.id in ledger.preempting:
+    if lease.id in ledger.preempting or held_s(victim, now) < policy.preempt_after_s:
         return False
     if any(node_problem(ledger, node, now, policy) is not None for node in {one.node for one in lease.gpus}):
         return False
@@ -111,7 +108,7 @@ def _smallest_on(
         victim = ledger.leases.get(gpu.lease_id or "")
         if victim is None or gpu.draining or not reservations.will_be_free(lease.demand, gpu):
             continue
-        if not conflicting_processes(ledger, gpu) and may_be_preempted(reservations, record, victim):
+        if not conflicting_processes(ledger, gpu) and may_be_preempted(reservations, victim):
             of_victims.setdefault(victim.lease.id, []).append(gpu)
     needed = gpus_needed(lease.demand, candidates)
     every = [*own, *itertools.chain.from_iterable(of_victims.values())]

@@ -45,7 +45,8 @@ def describe_demand(demand: Demand) -> str:
         f"for up to {duration(demand.time_s)}" if demand.time_s is not None else "",
         f"with priority {demand.priority}" if demand.priority is not Priority.NORMAL else "",
     ]
-    return " ".join([what, *filter(None, limits)])
+    preemptible = ", preemptible" if demand.preemptible and demand.priority is not Priority.SCAVENGE else ""
+    return " ".join([what, *filter(None, limits)]) + preemptible
 
 
 def name_nodes(nodes: Sequence[str]) -> str:

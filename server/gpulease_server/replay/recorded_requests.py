@@ -118,6 +118,10 @@ def with_priorities(requests: Iterable[RecordedRequest], of_user: dict[str, Prio
     changed = []
     for request in requests:
         priority = of_user.get(request.user or "", everyone)
-        demand = request.demand if priority is None else replace(request.demand, priority=priority)
+        demand = request.demand
+        if priority is not None:
+            # A consent by priority goes with that; one of its own stays.
+            own = demand.preemptible and demand.priority is not Priority.SCAVENGE
+            demand = replace(demand, priority=priority, preemptible=own)
         changed.append(replace(request, demand=demand))
     return changed

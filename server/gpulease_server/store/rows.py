@@ -37,7 +37,7 @@ from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import ReservationRemoved
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import UsageRecord, UsageRemoved
-from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved
+from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved, with_consent
 from gpulease_server.core.presentation import JOB_VIEW_FIELDS
 from gpulease_server.core.records import (
     BudgetRecord,
@@ -221,7 +221,7 @@ def lease_record(row: Row[Any]) -> LeaseRecord:
     values["liveness"] = Liveness(values["liveness"])
     values["end_reason"] = None if values["end_reason"] is None else from_json(EndReason, values["end_reason"])
     values["holder"] = from_json(Holder, values["holder"])
-    values["demand"] = from_json(Demand, values["demand"])
+    values["demand"] = with_consent(from_json(Demand, values["demand"]))
     values["gpus"] = tuple(from_json(Device, item) for item in values["gpus"])
     values["members"] = tuple(from_json(LeaseMember, item) for item in values["members"] or ())
     values["kept"] = None if values["kept"] is None else from_json(LeaseKeep, values["kept"])

@@ -17,7 +17,8 @@ from gpulease_protocol.gpu_uuid import is_valid_uuid
 from gpulease_protocol.host.variables import TOKEN
 from gpulease_protocol.model import Node, NodeMode, Page
 from gpulease_protocol.node_protocol import DesiredState, LogPiece, LogProgress, NodeReport
-from gpulease_protocol.requests import MAX_TEXT, DrainRequest, PauseRequest
+from gpulease_protocol.node_requests import DrainRequest, PauseRequest
+from gpulease_protocol.requests import MAX_TEXT
 from gpulease_protocol.tokens import Role
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep, other_node
 from gpulease_server.api.auth.authenticated_router import new_router

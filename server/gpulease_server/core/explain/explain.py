@@ -50,7 +50,7 @@ def explain(
     if lease.state is LeaseState.ENDED:
         return Explanation(verdict="ended", sentence=f"The lease has ended: {str(lease.end_reason).replace('_', ' ')}.")
     if lease.state is LeaseState.ACTIVE:
-        notes = mode_notes(ledger, ledger.held_by(lease)) + describe_victim(ledger, record)
+        notes = mode_notes(ledger, ledger.held_by(lease)) + describe_victim(ledger, record, policy)
         named = describe_places(lease.gpus) if lease.members else describe_gpus([gpu.index for gpu in lease.gpus])
         connected = describe_connections(ledger, lease.demand, lease.gpus) + describe_run_ahead(ledger, record)
         return Explanation(verdict="granted", sentence=f"Granted: {named}.{connected}{notes}")

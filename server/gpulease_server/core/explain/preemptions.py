@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.preemption_records import Preemption
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.preemption_records import Preemption, is_preemptible
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.wording import describe_places, some_of
+
+MAY_END = " It is preemptible: after a notice, it may end for the first request that waits."
 
 
 def describe_preemption(ledger: Ledger, record: LeaseRecord) -> str:
@@ -24,13 +27,13 @@ def describe_preemption(ledger: Ledger, record: LeaseRecord) -> str:
     return f" It preempts {said}, by {one.preempt_at:%Y-%m-%d %H:%M:%S} UTC{'; ' + held if held else ''}."
 
 
-def describe_victim(ledger: Ledger, record: LeaseRecord) -> str:
-    """For whom an active lease ends, and when, after a space; empty where it does not."""
+def describe_victim(ledger: Ledger, record: LeaseRecord, policy: Policy) -> str:
+    """For whom an active lease ends, and when, or that it may, after a space; empty where it cannot."""
     lease, one = record.lease, _preemption_of(ledger, record.lease)
     job = ledger.live_jobs.get(lease.job_id or "")
     at = job.job.preempt_at if job is not None else None if one is None else one.preempt_at
     if at is None:
-        return ""
+        return MAY_END if policy.preemption and is_preemptible(lease.demand) else ""
     waiting = None if one is None else ledger.leases.get(one.lease_id)
     whom = ""
     if waiting is not None:

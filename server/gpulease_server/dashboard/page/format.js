@@ -71,6 +71,7 @@ export function askedFor(demand, nameOf = short) {
   if (demand.node) what += ` on ${demand.node}`;
   if (demand.topology === "required") what += ", NVLink between all";
   if (demand.priority && demand.priority !== "normal") what += `, ${demand.priority}`;
+  if (demand.preemptible && demand.priority !== "scavenge") what += ", preemptible";
   return plain(what + (demand.gpu_model ? `, model contains ${demand.gpu_model}` : ""), 200);
 }
 

@@ -55,7 +55,7 @@ export function LeasePage({ data, id, query }) {
         ${lease.state === "active" && html`<${Pair} name="Ends">${until(lease, nowMs()) || "when it is released"}<//>`}
         ${lease.ends_at && lease.demand.time_s && html`<${Pair} name="Time">${duration(lease.demand.time_s)}, until <${Moment} at=${lease.ends_at} /><//>`}
         ${lease.idle_s >= IDLE_SHOWN_S && html`<${Pair} name="Idle">no work for ${duration(lease.idle_s)}<//>`}
-        ${lease.preempt_at && html`<${Pair} name="Preempted">by <${Moment} at=${lease.preempt_at} />, for a request of higher priority<//>`}
+        ${lease.preempt_at && html`<${Pair} name="Preempted">by <${Moment} at=${lease.preempt_at} />, for a request that waits<//>`}
         ${lease.reclaim_at && html`<${Pair} name="Taken back">at <${Moment} at=${lease.reclaim_at} />, unless its GPUs work or are kept<//>`}
         ${lease.kept && html`<${Pair} name="Kept">until <${Moment} at=${lease.kept.until} />: ${plain(lease.kept.reason, 500)}<//>`}
         ${lease.ended_at && html`<${Pair} name="Ended"><${Moment} at=${lease.ended_at} />, ${plain((lease.end_reason ?? "").replaceAll("_", " "))}, held for <${Since} at=${lease.granted_at ?? lease.created_at} to=${lease.ended_at} /><//>`}
