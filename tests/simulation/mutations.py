@@ -18,7 +18,7 @@ from unittest import mock
 from sqlalchemy import Engine
 
 from gpulease_cli import main
-from gpulease_protocol.model import Event, Lease, LeaseState, Liveness
+from gpulease_protocol.model import EndReason, Event, Lease, LeaseState, Liveness
 from gpulease_server.api import report_body
 from gpulease_server.core import (
     backfill,
@@ -462,6 +462,25 @@ def keep_entry_charges() -> Patches:
     return [(f"{CORE}.usage_changes.entry_s", without_end)]
 
 
+def asked_again_keeps_its_place() -> Patches:
+    """A request that is withdrawn leaves its place to the next one of its user."""
+    end, enqueue, places = lease.end_lease, lease.enqueue, dict[str | None, int]()
+
+    def leave(turn: Turn, record: LeaseRecord, why: EndReason) -> None:
+        if record.lease.state is LeaseState.QUEUED and why is EndReason.CANCELLED:
+            places[record.lease.holder.user] = record.arrival
+        end(turn, record, why)
+
+    def join(turn: Turn, asked: Lease, *about: Any, **how: Any) -> None:
+        enqueue(turn, asked, *about, **how)
+        record, place = turn.ledger.leases.get(asked.id), places.pop(asked.holder.user, None)
+        if record is not None and place is not None:
+            turn.ledger.withdraw(record)
+            turn.ledger.apply(replace(record, place=place))
+
+    return [(f"{CORE}.lease.end_lease", leave), (f"{CORE}.lease.enqueue", join)]
+
+
 def ignore_groups() -> Patches:
     """Shares of groups are shown and not obeyed."""
     return [(f"{CORE}.group_usage.group_of", lambda *_: None)]
@@ -628,6 +647,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         charge_each_lease_alike,
         forget_short_leases,
         keep_entry_charges,
+        asked_again_keeps_its_place,
         ignore_groups,
         members_before_groups,
         run_ahead_of_all,
@@ -677,7 +697,7 @@ OF_RECLAIM = (
 OF_FAIR_SHARE = ("no_place_is_kept",)
 """Those that only show where usage orders."""
 OF_SHARES = (
-    *("charge_each_lease_alike", "forget_short_leases", "keep_entry_charges"),
+    *("charge_each_lease_alike", "forget_short_leases", "keep_entry_charges", "asked_again_keeps_its_place"),
     *("ignore_groups", "members_before_groups"),
 )
 """Those that only show where groups share, or what is short counts."""

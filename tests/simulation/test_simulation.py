@@ -39,6 +39,7 @@ LOOK_FIRST = {
     "revive_over_another": 10,
     "never_the_oldest": 12,
     "no_bypass_counts": 21,
+    "no_place_is_kept": 4,
     "measure_by_the_wall": 4,
     "show_before_commit": 6,
     "clean_by_an_old_reading": 4,
