@@ -44,23 +44,25 @@ def simulate(
     gangs: bool = False,
     priorities: bool = False,
     limits: bool = False,
+    budgets: bool = False,
     fair_share: bool = False,
     shares: bool = False,
     reservations: bool = False,
     preemption: bool = False,
     reclaim: bool = False,
     crowd: bool = False,
+    explains: bool = False,
 ) -> Outcome:
-    """One run, on this empty database or on one of its own; with gangs, priorities, limits, fair share, shares,
-    reservations, preemption or reclaim where that is said, or a crowd."""
+    """One run, on this empty database or on one of its own; with gangs, priorities, limits, budgets, fair share,
+    shares, reservations, preemption or reclaim where that is said, or a crowd; and explanations of the order."""
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
         clients = 24 if priorities else 18 if fair_share else 12 if gangs or reservations else 6
-        clients = 12 if shares else clients
+        clients = 12 if shares or budgets else clients
         clients = 8 if preemption else 10 if reclaim else clients
         how = {"gangs": gangs, "priorities": priorities, "limits": limits, "fair_share": fair_share}
         clients = 16 if crowd else clients
         how |= {"reservations": reservations, "preemption": preemption, "reclaim": reclaim, "crowd": crowd}
-        how["shares"] = shares
+        how |= {"shares": shares, "budgets": budgets, "explains": explains}
         return World(seed, steps, place, clients=clients, **how).run()
 
 
@@ -73,12 +75,14 @@ def main() -> int:
     parser.add_argument("--gangs", action="store_true", help="more nodes, and requests for several of them")
     parser.add_argument("--priorities", action="store_true", help="more clients, and requests of each priority")
     parser.add_argument("--limits", action="store_true", help="an administrator sets and removes limits")
+    parser.add_argument("--budgets", action="store_true", help="limits of a token and of GPU-hours, too")
     parser.add_argument("--fair-share", action="store_true", help="two users, ordered by what they have used")
     parser.add_argument("--shares", action="store_true", help="a group and a user, ordered by what they have used")
     parser.add_argument("--reservations", action="store_true", help="an administrator reserves GPUs, and cancels that")
     parser.add_argument("--preemption", action="store_true", help="leases that are preemptible end for others")
     parser.add_argument("--reclaim", action="store_true", help="idle leases of priority interactive end for others")
     parser.add_argument("--crowd", action="store_true", help="few GPUs for many, and all that lets one pass another")
+    parser.add_argument("--explains", action="store_true", help="someone looks what those who wait are told")
     parser.add_argument("--trace", type=Path, help="write every step to this file")
     asked = parser.parse_args()
     begun_s = time.monotonic()
@@ -87,12 +91,14 @@ def main() -> int:
             "gangs",
             "priorities",
             "limits",
+            "budgets",
             "fair_share",
             "shares",
             "reservations",
             "preemption",
             "reclaim",
             "crowd",
+            "explains",
         )
         how = {name: getattr(asked, name) for name in names}
         outcome = simulate(asked.seed, asked.steps, **how)

@@ -29,6 +29,7 @@ answer came. `what` says which kind of line it is:
     worked    gpus, begun_s                     a node has told, and was answered, that these GPUs work
     kept      lease_id, sent_s, for_s           the daemon has confirmed that its idle GPUs are kept for so long
     held      gpus                              by free GPU, the lease that it is held for, where users share by usage
+    explained   sent_s, said                    what requests were told of the order, see `explained_rules.py`
     used        whose, sent_s, used_s           what is said that a user or group has used, in GPU-seconds; and `usage
                                                 order`: see `usage_rules.py`
     over                                        the run has ended, and everyone had time to be served
@@ -46,6 +47,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation.explained_rules import order_is_as_explained
+from tests.simulation.hour_rules import hours_are_never_passed
 from tests.simulation.rules_starvation import newer_ones_pass_within_the_bound, no_request_starves
 from tests.simulation.usage_rules import less_used_goes_first, usage_is_what_was_held
 
@@ -520,11 +523,13 @@ class LimitsInForce:
 
     seen: Seen
     limits: dict[str, tuple[set[str], dict[str, int]]] = field(default_factory=dict)
-    """By whose they are: the users whom they limit, and how many `GPUs` and `leases` these may have."""
+    """By whose they are: the users or the token that they limit, and how many `GPUs` and `leases` these may have."""
     held: dict[str, int] = field(default_factory=dict)
     """By active lease, how many GPUs it has."""
     users: dict[str, str | None] = field(default_factory=dict)
     """By lease."""
+    tokens: dict[str, str | None] = field(default_factory=dict)
+    """By lease, the id of the bearer token that it was asked for with."""
     interactive: set[str] = field(default_factory=set)
     """The leases of that priority."""
 
@@ -532,8 +537,13 @@ class LimitsInForce:
         for line in self.seen.of["listed"]:
             lease = line["lease"]
             self.users[lease["id"]] = lease["holder"].get("user")
+            self.tokens[lease["id"]] = lease["holder"].get("token_id")
             if lease.get("demand", {}).get("priority") == "interactive":
                 self.interactive.add(lease["id"])
+
+    def is_under(self, lease: str, members: set[str]) -> bool:
+        """True for a lease of one of these users, or of this token."""
+        return self.users.get(lease) in members or self.tokens.get(lease) in members
 
     def events(self, *kinds: str) -> Iterator[Line]:
         """Events of these kinds, each before it counts."""
@@ -569,36 +579,37 @@ class LimitsInForce:
     def leaves_nothing(self, lease: str, granted: str, gpus: int) -> bool:
         """True where a grant of so many GPUs, which does not count yet, is under the limit that leaves nothing for this
         lease then: that of its user if there is one, else that of the group."""
-        user, held = self.users.get(lease), self.held | {granted: gpus}
+        held = self.held | {granted: gpus}
         for _, (members, most) in sorted(self.limits.items(), key=lambda item: len(item[1][0])):
-            theirs = [number for other, number in held.items() if self.users.get(other) in members]
+            theirs = [number for other, number in held.items() if self.is_under(other, members)]
             has = {"GPUs": sum(theirs), "leases": len(theirs)}
-            if user in members and any(has[unit] >= number for unit, number in most.items()):
-                return self.users.get(granted) in members
+            if self.is_under(lease, members) and any(has[unit] >= number for unit, number in most.items()):
+                return self.is_under(granted, members)
         return False
 
     def may_keep_out(self, lease: str, count: int) -> bool:
         """True for a request that a limit may keep out at this moment. The log does not say what is kept for older
         requests and for those without a verdict: so a user who has a limit may be at it. Of that of interactive
         requests no more can be kept than one of them asks for."""
-        user = self.users.get(lease)
-        if any(user in members for members, _ in self.limits.values()):
+        if any(self.is_under(lease, members) for members, _ in self.limits.values()):
             return True
         if not self.interactive_gpus or lease not in self.interactive:
             return False
-        return self.held_interactively(user) + count + MOST_ASKED > self.interactive_gpus
+        return self.held_interactively(self.users.get(lease)) + count + MOST_ASKED > self.interactive_gpus
 
 
 def limits_are_never_passed(seen: Seen) -> Iterator[str]:
-    """With each grant, what a user or a group has is within the limits that were last set. Nothing else is bounded."""
+    """With each grant, what a user, a group or a token has is within the limits that were last set, and what it had in
+    a window of time. Nothing else is bounded."""
+    yield from hours_are_never_passed(seen, LimitsInForce(seen))
     now = LimitsInForce(seen)
     for event in now.events("lease.granted", "lease.revived"):
         lease, held = event["lease_id"], now.held | {event["lease_id"]: len(event["gpus"])}
         user = now.users.get(lease)
         for name, (members, most) in now.limits.items():
-            theirs = [gpus for other, gpus in held.items() if now.users.get(other) in members]
+            theirs = [gpus for other, gpus in held.items() if now.is_under(other, members)]
             has = {"GPUs": sum(theirs), "leases": len(theirs)}
-            if user in members and any(has[unit] > number for unit, number in most.items()):
+            if now.is_under(lease, members) and any(has[unit] > number for unit, number in most.items()):
                 yield f"seq {event['seq']}: with {lease} {name} has {has}, and may have {most}"
         others = now.held_interactively(user) - (now.held.get(lease, 0) if lease in now.interactive else 0)
         if now.interactive_gpus and lease in now.interactive and others + held[lease] > now.interactive_gpus:
@@ -1106,6 +1117,7 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "what GPUs are held for keeps its place (8)": held_places_are_kept,
     "usage is what was held, however it was asked for (8)": usage_is_what_was_held,
     "groups and users that have used less go first (8)": less_used_goes_first,
+    "the order is as explained (8)": order_is_as_explained,
     "no one is delayed by who runs ahead (8)": no_one_is_delayed_by_who_runs_ahead,
     "all are served in the end (8)": all_are_served,
     "nothing drains forever (5)": clean_in_the_end,

@@ -18,15 +18,21 @@ EVE = 4242
 """The uid of a hostile user."""
 ZOE = 4343
 """That of a user for whom no limits are set."""
+TOKEN_ID = "token-played"
+BEARER = f"{TOKEN_ID}.played"
+"""A bearer token of root, where there are budgets."""
+SHORTER = 1800
+"""Windows of GPU-hours are so many times shorter than what an administrator says: an hour is 2 s."""
 
 
 class PlayedClient:
     """Asks for GPUs again and again, and writes down what it was told."""
 
-    def __init__(self, world: World, name: str, uid: int | None = None) -> None:
+    def __init__(self, world: World, name: str, uid: int | None = None, bearer: str | None = None) -> None:
         self.world = world
         self.name = name
         self.uid = uid
+        self.bearer = bearer
 
     async def run(self) -> None:
         """One request after the other, until everything is calm. With shares, the one user asks for each GPU by itself,
@@ -97,7 +103,7 @@ class PlayedClient:
             self.world.see("gave_up", key=key)
 
     async def _call(self, method: str, path: str, body: Line | None = None, **how: Any) -> tuple[int, Any]:
-        return await self.world.network.call(self.name, method, path, body, uid=self.uid, **how)
+        return await self.world.network.call(self.name, method, path, body, uid=self.uid, bearer=self.bearer, **how)
 
     async def _ask(self, key: str, body: Line) -> Line | None:
         while True:
@@ -293,7 +299,8 @@ class Administrator:
 
 
 class LimitSetter:
-    """Sets and removes limits of users and of a group, while leases are held and requests wait."""
+    """Sets and removes limits of users and of a group, while leases are held and requests wait. With `budgets` of a
+    token, too, and of GPU-hours."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -302,11 +309,16 @@ class LimitSetter:
         """One limit after the other, until everything is calm; then there are none. No single request is over one."""
         chance = self.world.chance
         places = {"user/root": [], "user/eve": [], "group/all": ["root", "eve"]}
+        if self.world.budgets:
+            places[f"token/{TOKEN_ID}"] = []
         while not self.world.calm:
             await asyncio.sleep(chance.expovariate(1.0))
             place = chance.choice(list(places))
-            numbers = {"max_gpus": chance.randint(4, 5), "max_leases": chance.randint(1, 3)}
+            numbers: dict[str, float] = {"max_gpus": chance.randint(4, 5), "max_leases": chance.randint(1, 3)}
             chosen = dict(chance.sample(sorted(numbers.items()), chance.randint(1, 2)))
+            if self.world.budgets and chance.random() < 0.7:
+                chosen["gpu_hours"] = chance.choice((0.0002, 0.0005, 0.001))
+                chosen["window_s"] = chance.choice((2, 5, 20)) * SHORTER
             body = {**chosen, "members": places[place]} if places[place] else chosen
             await self._say(*(("PUT", place, body) if chance.random() < 0.7 else ("DELETE", place)))
         for place in places:
@@ -426,6 +438,26 @@ async def watch_held_gpus(world: World) -> None:
         if status == 200:
             held = {gpu["uuid"]: gpu["reserved_for"] for gpu in page["items"] if gpu.get("reserved_for")}
             world.see("held", gpus=held)
+
+
+async def watch_explanations(world: World) -> None:
+    """Look again and again what some of those who wait are told of the order, and write it down if no one came or went
+    meanwhile. No message of it is lost."""
+    headers = [(b"host", b"localhost")]
+    while not world.over:
+        await asyncio.sleep(world.chance.uniform(0.05, 0.3))
+        if (daemon := world.daemon) is None:
+            continue
+        sent_s, queue, said = world.now_s, [*daemon.parts.ledger.queue], dict[str, Line]()
+        for _, lease in world.chance.sample(queue, min(6, len(queue))):
+            path = f"/v1/leases/{lease}/explain"
+            if world.daemon is not daemon:
+                break
+            status, told = await request(world.app, "GET", path, headers, b"", asyncio.Event())
+            if status == 200 and told["position"] is not None:
+                said[lease] = {"position": told["position"], "behind": told["behind"]}
+        if said and world.daemon is daemon and queue == daemon.parts.ledger.queue:
+            world.see("explained", sent_s=sent_s, said=said)
 
 
 async def share_in_groups(world: World, groups: dict[str, list[str]]) -> None:

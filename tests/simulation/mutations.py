@@ -18,6 +18,7 @@ from unittest import mock
 from sqlalchemy import Engine
 
 from gpulease_cli import main
+from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import EndReason, Event, Lease, LeaseState, Liveness
 from gpulease_server.api import report_body
 from gpulease_server.core import (
@@ -36,6 +37,7 @@ from gpulease_server.core import (
 )
 from gpulease_server.core import decide as deciding
 from gpulease_server.core.draining import observe_draining
+from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import Overtakes
 from gpulease_server.core.place import place
@@ -413,6 +415,30 @@ def interactive_without_limit() -> Patches:
     return [(f"{CORE}.user_limits.UserUsage.applied", of_others)]
 
 
+def ignore_gpu_hours() -> Patches:
+    """GPU-hours are counted, and keep no request out."""
+    return [(f"{CORE}.user_limits.UserUsage._is_spent", lambda *_: False)]
+
+
+def ignore_limits_of_tokens() -> Patches:
+    """A limit of a token is shown and not obeyed."""
+    return _without_limits_of(LimitKind.TOKEN)
+
+
+def ignore_limits_of_groups() -> Patches:
+    """The same of a group."""
+    return _without_limits_of(LimitKind.GROUP)
+
+
+def _without_limits_of(kind: LimitKind) -> Patches:
+    applied = UserUsage.applied
+
+    def of_others(self: UserUsage, lease: Lease) -> Any:
+        return tuple(one for one in applied(self, lease) if one.key.kind is not kind)
+
+    return [(f"{CORE}.user_limits.UserUsage.applied", of_others)]
+
+
 def any_order() -> Patches:
     """Priorities are written down and not obeyed."""
     return [(f"{CORE}.demand_classes.rank_of", lambda *_: 1), (f"{CORE}.order.choose_first", lambda *_: None)]
@@ -494,6 +520,21 @@ def members_before_groups() -> Patches:
         return joined(own, of_group, policy)
 
     return [(f"{CORE}.group_usage._joined", turned)]
+
+
+def explain_by_arrival() -> Patches:
+    """The place in the queue that is told is that by arrival, also where priorities or usage order."""
+    return [(f"{CORE}.explain.explain.place_in_queue", Ledger.position_by_arrival)]
+
+
+def explain_behind_by_arrival() -> Patches:
+    """Who waits is said to be behind all who have waited longer."""
+
+    def by_arrival(ledger: Ledger, record: LeaseRecord, *about: Any, **how: Any) -> Any:
+        older = (one.lease.id for one in ledger.queued() if one.arrival < record.arrival)
+        return replace(explain(ledger, record, *about, **how), behind=tuple(older))
+
+    return [("gpulease_server.api.routes.leases.explain", by_arrival)]
 
 
 def always_by_age() -> Patches:
@@ -637,11 +678,16 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         queue_without_limit,
         grant_over_limits,
         interactive_without_limit,
+        ignore_gpu_hours,
+        ignore_limits_of_tokens,
+        ignore_limits_of_groups,
         grant_what_is_reserved,
         anyone_may_release,
         any_order,
         never_the_oldest,
         always_by_age,
+        explain_by_arrival,
+        explain_behind_by_arrival,
         no_bypass_counts,
         no_place_is_kept,
         charge_each_lease_alike,
@@ -672,7 +718,10 @@ OF_GANGS = ("one_node_fewer", "look_at_one_node", "token_for_each_node", "end_on
 """Faults that only show where there are gangs."""
 
 
+OF_EXPLANATIONS = ("explain_by_arrival", "explain_behind_by_arrival")
+"""Faults that only show where someone has the order explained."""
 OF_PRIORITIES = (
+    "explain_by_arrival",
     "any_order",
     "never_the_oldest",
     "always_by_age",
@@ -683,11 +732,13 @@ OF_PRIORITIES = (
 """Faults that only show where there are requests of several priorities."""
 OF_LIMITS = ("grant_over_limits", "interactive_without_limit", "run_ahead_of_own_ends")
 """Those that only show where limits are set."""
+OF_BUDGETS = ("ignore_gpu_hours", "ignore_limits_of_tokens", "ignore_limits_of_groups")
+"""Those that only show where GPU-hours are limited, or a token."""
 OF_RESERVATIONS = ("grant_what_is_reserved",)
 """Those that only show where GPUs are reserved."""
 OF_PREEMPTION = ("preempt_anyone", "preempt_in_turns", "preempt_at_once", "preempt_for_others")
 """Those that only show where leases end for others."""
-OF_CROWDS = ("no_bypass_counts",)
+OF_CROWDS = ("no_bypass_counts", "explain_behind_by_arrival")
 """Those that only show where many wait for few GPUs."""
 OF_RECLAIM = (
     *("reclaim_anyone", "reclaim_without_notice", "reclaim_what_is_trusted", "reclaim_what_works"),

@@ -40,8 +40,10 @@ class Network:
         patience_s: float = 3.0,
         twice: bool = True,
         uid: int | None = None,
+        bearer: str | None = None,
     ) -> tuple[int, Any]:
-        """Status and JSON of the answer. Raises `NoAnswer`. Without a `uid` it is that of root, the administrator."""
+        """Status and JSON of the answer. Raises `NoAnswer`. Without a `uid` it is that of root, the administrator; a
+        bearer token counts in its place."""
         world = self.world
         world.step(f"{who} > {method} {path}")
         await self._travel()
@@ -49,9 +51,9 @@ class Network:
         if world.daemon is None:
             raise NotThere
         gone = asyncio.Event()
-        serving = world.daemon.spawn(self._serve(method, path, body, key, gone, uid))
+        serving = world.daemon.spawn(self._serve(method, path, body, key, gone, uid, bearer))
         if twice and world.happens(0.03):
-            world.spawn(self._again(method, path, body, key, uid))
+            world.spawn(self._again(method, path, body, key, uid, bearer))
         try:
             await asyncio.wait({serving}, timeout=patience_s)
         finally:
@@ -72,26 +74,37 @@ class Network:
             await asyncio.sleep(self.world.chance.uniform(0.05, patience_s))
             raise NoAnswer
 
-    async def _again(self, method: str, path: str, body: Any, key: str | None, uid: int | None) -> None:
+    async def _again(
+        self, method: str, path: str, body: Any, key: str | None, uid: int | None, bearer: str | None
+    ) -> None:
         """The same request once more, later, by a proxy on the way; its answer goes nowhere."""
         await asyncio.sleep(self.world.chance.choice((0.05, 0.5, 5.0)) * self.world.chance.random())
         if self.world.daemon is not None:
             self.world.step(f"again > {method} {path}")
             gone = asyncio.Event()
             gone.set()
-            self.world.daemon.spawn(self._serve(method, path, body, key, gone, uid))
+            self.world.daemon.spawn(self._serve(method, path, body, key, gone, uid, bearer))
 
     async def _travel(self) -> None:
         slow = self.world.happens(0.03)
         await asyncio.sleep(self.world.chance.uniform(0.05, 1.5) if slow else self.world.chance.uniform(0.0002, 0.01))
 
     async def _serve(
-        self, method: str, path: str, body: Any, key: str | None, gone: asyncio.Event, uid: int | None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        key: str | None,
+        gone: asyncio.Event,
+        uid: int | None,
+        bearer: str | None,
     ) -> tuple[int, Any]:
         raw = b"" if body is None else json.dumps(body).encode()
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         if key is not None:
             headers.append((b"idempotency-key", key.encode()))
+        if bearer is not None:
+            headers.append((b"authorization", f"Bearer {bearer}".encode()))
         return await request(self.world.app, method, path, headers, raw, gone, uid)
 
 

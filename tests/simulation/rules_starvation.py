@@ -107,6 +107,8 @@ class Waiting:
     demands: dict[str, Line] = field(default_factory=dict)
     """Of those that any GPUs of one node serve."""
     users: dict[str, str | None] = field(default_factory=dict)
+    tokens: dict[str, str | None] = field(default_factory=dict)
+    """By lease, the bearer token that it was asked for with."""
     sent: dict[str, float] = field(default_factory=dict)
     """By lease, when it was first asked for."""
     since: dict[str, Line] = field(default_factory=dict)
@@ -125,7 +127,7 @@ class Waiting:
         answered = [lease for _, lease in self.seen.answers()]
         for lease in answered + [line["lease"] for line in self.seen.of["listed"]]:
             name, demand, holder = lease["id"], lease.get("demand"), lease.get("holder", {})
-            self.users[name] = holder.get("user")
+            self.users[name], self.tokens[name] = holder.get("user"), holder.get("token_id")
             if holder.get("label") in keys:
                 self.sent[name] = keys[holder["label"]]
             if demand is None or demand.get("nodes", 1) > 1 or any(demand.get(one) for one in SPECIAL):
@@ -143,7 +145,8 @@ class Waiting:
     def may_keep_out(self, lease: str) -> bool:
         """True for a request that a limit may keep out."""
         most = max((line["interactive_gpus"] for line in self.seen.of["passes"]), default=0)
-        is_limited = any(self.users.get(lease) in members for members in self.limits.values())
+        whose = {self.users.get(lease), self.tokens.get(lease)}
+        is_limited = any(not whose.isdisjoint(members) for members in self.limits.values())
         return is_limited or (most > 0 and self.rank(lease) == 0)
 
     def restarts(self, lease: str, now_s: float) -> int:

@@ -290,6 +290,33 @@ def over_a_limit(run: Run) -> None:
     run.renumber()
 
 
+def over_a_limit_of_a_token(run: Run) -> None:
+    """A and B are asked for with one token. A ends after B is granted."""
+    run.log.insert(0, event("limits.set", 0.1, reason="token T: 1 leases, by root"))
+    ended = run.find(kind="lease.ended", lease_id="A")
+    run.log.remove(ended)
+    run.log.append(ended)
+    for name, user in (("A", "ann"), ("B", "bob")):
+        holder = {"label": "", "user": user, "token_id": "T"}
+        run.lines.append({"what": "listed", "at_s": 20.0, "lease": {"id": name, "holder": holder, "state": "ended"}})
+    run.renumber()
+
+
+def budget_of_hours(run: Run, most_s: float, window_s: int = 60) -> None:
+    """A has two GPUs for 3 s when B is granted, 0.1 s after its end; both are of one user."""
+    limits = f"{most_s / 3600:g} GPU-hours in {window_s} s"
+    run.log.insert(0, event("limits.set", 0.1, reason=f"user ada: {limits}, by root"))
+    for name in ("A", "B"):
+        holder = {"label": "", "user": "ada"}
+        run.lines.append({"what": "listed", "at_s": 20.0, "lease": {"id": name, "holder": holder, "state": "ended"}})
+    run.lines = [line for line in run.lines if line["what"] != "event"]
+    run.renumber()
+
+
+def over_gpu_hours(run: Run) -> None:
+    budget_of_hours(run, 5.9)
+
+
 def crosses_a_reservation(run: Run) -> None:
     """g1 is reserved for bob when B is granted, which declares a time that is too long."""
     reason = f"R for user bob, {at(30.0)} to {at(90.0)}, by root"
@@ -540,9 +567,32 @@ def starves_behind_higher_priorities(run: Run) -> None:
     newer_ones_pass(run, 3, "interactive")
 
 
+def order_was_explained(run: Run, behind: tuple[str, ...] = ("Z",), place: int = 1) -> None:
+    """B is told that Z, which asks for two GPUs, is before it; then B gets one of the two that are free."""
+    order = {"max_bypass": 0, "max_overtakes": 1, "priorities": False, "interactive_gpus": 0}
+    said = {"B": {"position": 2, "behind": [*behind]}, "Z": {"position": place, "behind": []}}
+    run.lines.append({"what": "passes", "at_s": 0.0, **order})
+    run.lines.append({"what": "explained", "sent_s": 3.0, "at_s": 3.0, "said": said})
+    waits = lease("Z", "queued", None, count=1 if place == 1 else 2)
+    run.lines.append({"what": "shown", "lease_id": "Z", "sent_s": 2.2, "at_s": 2.4, "status": 200, "lease": waits})
+    run.log.insert(3, event("lease.queued", 2.1, lease_id="Z"))
+    run.log.append(event("lease.ended", 9.9, lease_id="Z", reason="cancelled"))
+    run.renumber()
+
+
+def goes_before_whom_it_was_said_to_be_behind(run: Run) -> None:
+    order_was_explained(run, place=3)
+
+
+def goes_before_who_was_said_to_be_before_it(run: Run) -> None:
+    order_was_explained(run, behind=())
+
+
 BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("usage is what was held, however it was asked for (8)", each_lease_counts_alike),
     ("groups and users that have used less go first (8)", a_group_that_has_used_more_goes_first),
+    ("the order is as explained (8)", goes_before_whom_it_was_said_to_be_behind),
+    ("the order is as explained (8)", goes_before_who_was_said_to_be_before_it),
     ("seq without gap or repeat", gap),
     ("what readers were shown stays (6)", event_undone),
     ("a GPU has one holder (1)", two_holders),
@@ -587,6 +637,8 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("no request starves (8)", starves_behind_higher_priorities),
     ("limits are shared in turn (8)", limit_never_in_turn),
     ("limits are never passed (15)", over_a_limit),
+    ("limits are never passed (15)", over_a_limit_of_a_token),
+    ("limits are never passed (15)", over_gpu_hours),
     ("reservations are never crossed (4)", crosses_a_reservation),
     ("only what opted in is preempted (7)", preempts_what_did_not_opt_in),
     ("only what opted in is preempted (7)", preempts_for_what_opted_in),
@@ -668,6 +720,25 @@ def test_who_ends_before_the_one_that_waits_can_start_may_run_ahead(users: str) 
     _run_ahead(run, 1.0, a_time_s=3.0, users=users)
 
     assert "no one is delayed by who runs ahead (8)" not in judge(run)
+
+
+def test_who_was_said_to_come_later_may_be_passed_and_what_was_said_before_a_restart_counts_no_more() -> None:
+    later, restarted = Run(), Run()
+    order_was_explained(later, behind=(), place=3)
+    order_was_explained(restarted)
+    restarted.lines.append({"what": "started", "at_s": 3.5})
+
+    assert "the order is as explained (8)" not in judge(later) | judge(restarted)
+
+
+@pytest.mark.parametrize(("most_s", "window_s"), [(6.1, 60), (5.9, 2)])
+def test_what_is_left_of_gpu_hours_may_be_had_and_what_has_left_the_window_counts_no_more(
+    most_s: float, window_s: int
+) -> None:
+    run = Run()
+    budget_of_hours(run, most_s, window_s)
+
+    assert check(run.log, run.lines) == []
 
 
 def test_the_wall_clock_may_be_set_without_harm() -> None:

@@ -7,7 +7,9 @@ import pytest
 from tests.simulation.__main__ import simulate
 from tests.simulation.mutations import (
     MUTATIONS,
+    OF_BUDGETS,
     OF_CROWDS,
+    OF_EXPLANATIONS,
     OF_FAIR_SHARE,
     OF_GANGS,
     OF_LIMITS,
@@ -39,6 +41,7 @@ LOOK_FIRST = {
     "revive_over_another": 10,
     "never_the_oldest": 12,
     "no_bypass_counts": 21,
+    "ignore_gpu_hours": 2,
     "no_place_is_kept": 4,
     "measure_by_the_wall": 4,
     "show_before_commit": 6,
@@ -100,6 +103,17 @@ def test_every_promise_is_kept_while_limits_are_set_and_removed(priorities: bool
 
 
 @pytest.mark.budget(30)
+def test_every_promise_is_kept_while_gpu_hours_and_a_token_are_limited() -> None:
+    outcome = simulate(10, steps=1500, budgets=True)
+
+    assert outcome.complaints == [], "10 --steps 1500 --budgets"
+    limits = [event["reason"] for event in outcome.log if event["kind"] == "limits.set"]
+    assert min(sum(what in reason for reason in limits) for what in ("token ", "GPU-hours")) > 1
+    listed = (line["lease"] for line in outcome.lines if line["what"] == "listed")
+    assert sum(lease["holder"]["token_id"] is not None and lease["token"] is not None for lease in listed) > 5
+
+
+@pytest.mark.budget(30)
 def test_every_promise_is_kept_while_gpus_are_reserved() -> None:
     outcome = simulate(2, steps=1000, reservations=True)
 
@@ -120,13 +134,16 @@ def test_every_promise_is_kept_while_leases_end_for_others() -> None:
 
 @pytest.mark.budget(30)
 def test_every_promise_is_kept_in_a_crowd() -> None:
-    outcome = simulate(4, steps=1500, crowd=True)
+    outcome = simulate(4, steps=1500, crowd=True, explains=True)
 
-    assert outcome.complaints == [], "4 --steps 1500 --crowd"
+    assert outcome.complaints == [], "4 --steps 1500 --crowd --explains"
     kinds = [event["kind"] for event in outcome.log]
     assert {"lease.preempting", "reservation.created"} <= set(kinds)
     assert kinds.count("lease.queued") > 30
     assert any("runs ahead of" in (event["reason"] or "") for event in outcome.log)
+    said = [one for line in outcome.lines if line["what"] == "explained" for one in line["said"].values()]
+    assert len(said) > 50
+    assert any(one["behind"] for one in said)
 
 
 @pytest.mark.budget(30)
@@ -175,6 +192,7 @@ def place_of(name: str) -> dict[str, bool]:
     return {
         "gangs": name in OF_GANGS,
         "limits": name in OF_LIMITS,
+        "budgets": name in OF_BUDGETS,
         "priorities": name in OF_PRIORITIES,
         "fair_share": name in OF_FAIR_SHARE,
         "shares": name in OF_SHARES,
@@ -182,6 +200,7 @@ def place_of(name: str) -> dict[str, bool]:
         "preemption": name in OF_PREEMPTION,
         "reclaim": name in OF_RECLAIM,
         "crowd": name in OF_CROWDS,
+        "explains": name in OF_EXPLANATIONS,
     }
 
 
@@ -239,9 +258,9 @@ def test_every_promise_is_kept_with_reclaim_for_long(seed: int) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(2500, 2530))
 def test_every_promise_is_kept_in_a_crowd_for_long(seed: int) -> None:
-    outcome = simulate(seed, crowd=True)
+    outcome = simulate(seed, crowd=True, explains=seed % 2 == 0)
 
-    assert outcome.complaints == [], f"python -m tests.simulation {seed} --crowd"
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --crowd, and --explains for even seeds"
 
 
 @pytest.mark.soak
@@ -260,6 +279,15 @@ def test_every_promise_is_kept_with_limits_for_long(seed: int) -> None:
     outcome = simulate(seed, limits=True, priorities=seed % 2 == 0)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed} --limits, and --priorities for even seeds"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2600, 2630))
+def test_every_promise_is_kept_with_budgets_for_long(seed: int) -> None:
+    outcome = simulate(seed, budgets=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --budgets"
 
 
 @pytest.mark.soak

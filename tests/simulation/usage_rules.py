@@ -158,14 +158,14 @@ def less_used_goes_first(seen: Seen) -> Iterator[str]:
                     owner = now.users.get(other)
                     if owner is None or counts.get(other, math.inf) > len(event["gpus"]):
                         continue
-                    if now.goes_before(owner, user, waits["seq"] < queued["seq"], at_s) and not _has_gpus(
+                    if now.goes_before(owner, user, waits["seq"] < queued["seq"], at_s) and not has_gpus(
                         seen, event, other
                     ):
                         yield f"seq {event['seq']}: {lease} of {user} is granted, and {other} of {owner} goes before it"
             now.take(event, at_s)
 
 
-def _has_gpus(seen: Seen, event: Line, lease: str) -> bool:
+def has_gpus(seen: Seen, event: Line, lease: str) -> bool:
     """True where a request was granted GPUs soon after this event that were clean by then: it waited for a reading."""
     became_clean: set[str] = set()
     for later in seen.log[event["seq"] :]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import logging
@@ -20,6 +21,8 @@ from unittest import mock
 from fastapi import FastAPI
 from sqlalchemy import event
 
+from gpulease_protocol.limits import Limits, LimitsRequest
+from gpulease_protocol.tokens import BearerToken, Role
 from gpulease_server.api.app import create_app
 from gpulease_server.api.auth import user_names
 from gpulease_server.api.auth.user_names import CachedName
@@ -29,15 +32,20 @@ from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Change
 from gpulease_server.runtime import clock, ids
+from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.leadership.status import LeadershipStatus
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.writer import Writer
+from gpulease_server.store.bearer_tokens import BearerTokenRecord
 from gpulease_server.store.database import upgrade
 from gpulease_server.store.ledger_store import Store, StoreFailed
 from tests.simulation.checker import check
 from tests.simulation.clients import (
+    BEARER,
     EVE,
+    SHORTER,
+    TOKEN_ID,
     ZOE,
     Administrator,
     Attacker,
@@ -46,6 +54,7 @@ from tests.simulation.clients import (
     Reserver,
     follow_events,
     share_in_groups,
+    watch_explanations,
     watch_held_gpus,
 )
 from tests.simulation.hardware import PlayedNode
@@ -136,6 +145,16 @@ class PlayedStore(Store):
             raise StoreFailed("the connection was lost during COMMIT")
 
 
+class PlayedTokens(BearerTokens):
+    """One bearer token, of root."""
+
+    def __init__(self, store: Store, writer: Writer) -> None:
+        super().__init__(store, writer)
+        token = BearerToken(id=TOKEN_ID, user="root", uid=0, role=Role.USER, created_at=NOON)
+        self._records = {TOKEN_ID: BearerTokenRecord(token=token, hash=hashlib.sha256(BEARER.encode()).hexdigest())}
+        self._authoritative = True
+
+
 class PlayedDaemon:
     """One life of the daemon, as `main.py` puts it together."""
 
@@ -148,6 +167,8 @@ class PlayedDaemon:
         self.parts = DaemonState(
             writer=writer, store=self.store, tickets=DesiredStateTickets(), recorder=recorder, host="here"
         )
+        if world.budgets:
+            self.parts.bearer_tokens = PlayedTokens(self.store, writer)
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.spawn(writer.run())
         self.spawn(recorder.run())
@@ -167,6 +188,11 @@ class PlayedDaemon:
         event.listen(self.store.engine, "do_connect", _refuse_the_dead)  # the writer waits for its thread
 
 
+def _with_short_window(asked: LimitsRequest, whole: Callable[[LimitsRequest], Limits] = LimitsRequest.limits) -> Limits:
+    limits = whole(asked)
+    return dataclasses.replace(limits, window_s=limits.window_s / SHORTER)
+
+
 def _refuse_the_dead(*_: object) -> None:
     raise Killed
 
@@ -175,9 +201,10 @@ class World:
     """All of it, on an empty database. `seed` decides everything that happens; the run ends after `steps` of it. With
     `gangs` there are two nodes more, and clients that renew ask for GPUs on one to four nodes; with `priorities` they
     ask with all of these; with `limits` an administrator sets and removes limits, and with both a part of the clients
-    are of another user, for whom none are set. With `fair_share` usage orders the requests of two users, of whom one
-    asks for single GPUs, on one node; only the daemon and the network fail. With `shares` it orders those of a group
-    and of a user in none, all of whose times are short; one user asks in parts, and one withdraws and asks again.
+    are of another user, for whom none are set. With `budgets` there are limits of GPU-hours, too, and of a bearer token
+    that half of the clients send; no one sets the clock. With `fair_share` usage orders the requests of two users, of
+    whom one asks for single GPUs, on one node; only the daemon and the network fail. With `shares` it orders those of a
+    group and of a user in none, all of whose times are short; one user asks in parts, and one withdraws and asks again.
     With `reservations` an administrator reserves GPUs for one of two users, and a part of the requests declares a time.
     With `preemption` most requests are
     preemptible, hold their GPUs for long, and end for others; no one sets the clock, because a restart would
@@ -185,7 +212,8 @@ class World:
     GPUs for long, work now and then, and give them back while idle; no one sets the clock, because a restart takes what
     is kept for shorter then. With `crowd` there are few GPUs and many requests, of all priorities and of one
     GPU up to a whole node, with and without a declared time; preemptible leases end for others, and an
-    administrator reserves GPUs: all that lets one go before another, with small bounds and few faults."""
+    administrator reserves GPUs: all that lets one go before another, with small bounds and few faults. With
+    `explains` someone looks what those who wait are told."""
 
     def __init__(
         self,
@@ -197,12 +225,14 @@ class World:
         gangs: bool = False,
         priorities: bool = False,
         limits: bool = False,
+        budgets: bool = False,
         fair_share: bool = False,
         shares: bool = False,
         reservations: bool = False,
         preemption: bool = False,
         reclaim: bool = False,
         crowd: bool = False,
+        explains: bool = False,
     ) -> None:
         fair_share = fair_share or shares
         self.chance = random.Random(seed)
@@ -230,6 +260,7 @@ class World:
         )
         self.preemption = preemption or crowd
         self.crowd = crowd
+        self.explains = explains
         self.reclaim = reclaim
         self.faults = 0.1 if crowd else 0.25 if reclaim else 1.0
         """How many faults of the daemon, its disk and the hardware there are, of the usual ones. A notice outlives none
@@ -248,7 +279,8 @@ class World:
         self.loop = PlayedLoop(self._thread_delays)
         self.network = Network(self)
         self.gangs = gangs
-        self.limits = limits
+        self.limits = limits or budgets
+        self.budgets = budgets
         self.reservations = reservations or crowd
         sizes = (
             (("a", 4),)
@@ -271,6 +303,10 @@ class World:
         if shares:
             uids = (None, ZOE, EVE)
             self.clients = [PlayedClient(self, f"c{number}", uids[number % 3]) for number in range(clients)]
+        if budgets:
+            self.clients = [
+                PlayedClient(self, f"c{number}", None, (None, BEARER)[number % 2]) for number in range(clients)
+            ]
         self.app: FastAPI = create_app(SimpleNamespace(leadership=LeadershipStatus()))  # type: ignore[arg-type]
         self._calmed = asyncio.Event()
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -357,7 +393,7 @@ class World:
             elif what == "full":
                 self.full_until_s = self.now_s + self.chance.uniform(0.2, 5.0)
                 self.step("the disk is full")
-            elif what == "clock" and not (self.preemption or self.reclaim or self.shares):
+            elif what == "clock" and not (self.preemption or self.reclaim or self.shares or self.budgets):
                 self.set_clock(self.chance.choice((-3600.0, 3600.0, 0.0, self.chance.randrange(-10, 10) / 2)))
 
     async def _keep_up(self) -> None:
@@ -379,6 +415,8 @@ class World:
     async def _live(self) -> list[dict[str, Any]]:
         background = [node.run() for node in self.nodes.values()]
         background += [watch_held_gpus(self)] if self.fair_share else [node.suffer() for node in self.nodes.values()]
+        if self.explains:
+            background.append(watch_explanations(self))
         if self.shares:
             background.append(share_in_groups(self, GROUPS))
         self._show_rules()
@@ -423,9 +461,10 @@ class World:
                 priorities=self.priorities or self.preemption or self.reclaim,
                 interactive_gpus=self.policy.limits.interactive_gpus,
             )
-        # Who may not have reserved GPUs may be passed by all who may; no one passes who has had others end.
+        # Who may not have reserved GPUs may be passed by all who may; no one passes who has had others end. What waits
+        # for GPU-hours has no turn.
         self.see(
-            "order of others" if self.reservations or self.preemption else "order",
+            "order of others" if self.reservations or self.preemption or self.budgets else "order",
             max_overtakes=self.policy.max_overtakes,
             max_bypasses=self.policy.max_bypass * sets,
             interactive_gpus=self.policy.limits.interactive_gpus,
@@ -497,6 +536,8 @@ class World:
             stack.enter_context(mock.patch("gpulease_server.core.ledger.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))
             stack.enter_context(mock.patch(f"{STORE}.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))
             stack.enter_context(mock.patch("gpulease_server.core.reclaim.CHECK_S", RECLAIM_CHECK_S))
+            if self.budgets:
+                stack.enter_context(mock.patch("gpulease_protocol.limits.LimitsRequest.limits", _with_short_window))
             for place, value in self._short_times():
                 stack.enter_context(mock.patch(f"gpulease_server.core.{place}", value))
             logging.disable(logging.CRITICAL)
