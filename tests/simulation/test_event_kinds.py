@@ -20,7 +20,7 @@ KINDS_ELSEWHERE = {
     "gpu.foreign_over": "tests/core/test_whose_process.py",
     "gpu.gone": "tests/core/test_draining.py",
     "job.*": "tests/core/test_nodes_and_jobs.py; the simulated clients submit no jobs",
-    "lease.budget_spent": "tests/core/test_token_budgets.py; the simulated clients send no tokens",
+    "lease.budget_spent": "tests/core/test_token_budgets.py; no token of the simulated clients has a budget",
     "lease.revoked": "tests/core/test_user_limits.py; the simulated administrator revokes nothing",
     "lease.kept": "tests/core/test_keep.py; the simulated clients keep nothing on purpose, but with `reclaim`",
     "lease.preempted": "tests/core/test_preemption.py",
