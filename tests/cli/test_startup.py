@@ -80,7 +80,7 @@ def test_a_daemon_that_serves_looks_for_garbage(tmp_path: Path) -> None:
         running.start(ready=False)
         assert running.process is not None
         running.process.send_signal(signal.SIGUSR1)
-        eventually(lambda: f"garbage True {garbage.USUAL[0]} True" in running.output.read_text(), 30, running.story)
+        eventually(lambda: f"garbage True {garbage.SERVING[0]} True" in running.output.read_text(), 30, running.story)
     finally:
         running.stop()
 
