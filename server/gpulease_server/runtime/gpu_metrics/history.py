@@ -31,6 +31,8 @@ GAP = 65535
 """A value that is not known."""
 SCALES = (10_000.0, 2.0**-24, 10.0, 10.0)
 """Steps in one unit of each of `MEASURES`."""
+MOST = tuple((GAP - 1) / scale for scale in SCALES)
+"""What is less than this can be kept."""
 WIDTHS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Lengths of a bucket in an answer; longer ones are whole days."""
 MAX_BLOCKS = 24
@@ -93,7 +95,10 @@ class Block:
         count, cells = self.resolution.buckets, self.cells
         if self.resolution is SECONDS:
             place = measure * count
-            values = [value for value in cells[place + first : place + last] if value != GAP]
+            some = cells[place + first : place + last]
+            if (high := max(some, default=GAP)) != GAP:
+                return len(some), sum(some), high
+            values = [value for value in some if value != GAP]
             return len(values), sum(values), max(values, default=0)
         place = 3 * measure * count
         known = cells[place + 2 * count + first : place + 2 * count + last]
@@ -131,7 +136,7 @@ class Block:
 class GpuHistory:
     """The blocks of one GPU that are being filled, or are not written yet."""
 
-    __slots__ = ("blocks", "last_s", "summed_s")
+    __slots__ = ("_seconds", "blocks", "last_s", "summed_s")
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], Block] = {}
@@ -140,6 +145,8 @@ class GpuHistory:
         """The second of the last reading."""
         self.summed_s = 0
         """Seconds before this one are in the longer buckets."""
+        self._seconds: Block | None = None
+        """The block of seconds of the last reading: most belong to the same one."""
 
     def add(self, at_s: int, values: Sequence[int]) -> None:
         """Add a reading. It stands for the time since the previous one, unless that is too long ago."""
@@ -154,7 +161,9 @@ class GpuHistory:
         for second in range(first_s, at_s + 1):
             if before_s is not None and second // MINUTES.width_s != before_s // MINUTES.width_s:
                 self._sum_minute(before_s)
-            block = self.block(SECONDS, second)
+            block = self._seconds
+            if block is None or not block.start_s <= second < block.end_s:
+                block = self._seconds = self.block(SECONDS, second)
             place = second - block.start_s
             for value in values:
                 block.cells[place] = value
@@ -311,10 +320,13 @@ def curve(measure: int, span: Window, blocks: Iterable[tuple[Block, int]]) -> Cu
 
 def steps(reading: GpuReading) -> tuple[int, ...]:
     """A reading's measures as they are kept. Values that no driver can mean are unknown."""
-    values = (reading.utilization_ratio, reading.memory_used_bytes, reading.power_w, reading.temperature_c)
-    return tuple(
-        GAP if value is None or not 0 <= value < (GAP - 1) / scale else int(value * scale + 0.5)
-        for value, scale in zip(values, SCALES, strict=True)
+    ratio, memory_bytes = reading.utilization_ratio, reading.memory_used_bytes
+    power_w, temperature_c = reading.power_w, reading.temperature_c
+    return (  # written out, because there is one for each GPU and second
+        GAP if ratio is None or not 0 <= ratio < MOST[0] else int(ratio * SCALES[0] + 0.5),
+        GAP if memory_bytes is None or not 0 <= memory_bytes < MOST[1] else int(memory_bytes * SCALES[1] + 0.5),
+        GAP if power_w is None or not 0 <= power_w < MOST[2] else int(power_w * SCALES[2] + 0.5),
+        GAP if temperature_c is None or not 0 <= temperature_c < MOST[3] else int(temperature_c * SCALES[3] + 0.5),
     )
 
 

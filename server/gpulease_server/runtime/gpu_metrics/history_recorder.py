@@ -103,14 +103,16 @@ class HistoryRecorder:
         if not fresh:
             return
         rows = [row for _, _, row in fresh.values()]
+        completed = {}
         for row in await asyncio.to_thread(gpu_metrics_table.load_blocks, self._store.engine, rows):
             history, block, _ = fresh[row.id]
             stored = _block(row)
             if stored is not None:
                 block.merge(stored)
+                completed[id(history)] = history
         for _, block, _ in fresh.values():
             block.loaded = True
-        for history in {id(history): history for history, _, _ in fresh.values()}.values():
+        for history in completed.values():
             history.sum_up_all()
             await asyncio.sleep(0)  # a millisecond each
 
