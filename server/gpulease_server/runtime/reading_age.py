@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from operator import attrgetter
 
 from gpulease_protocol.node_protocol import DesiredState, LeaseOwner, LogRequest
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.runtime import clock, ids
 
 NO_NEWS = "ticket", "complete", "owners", "log_requests"
@@ -27,7 +28,7 @@ class DesiredStateTickets:
         """The desired state with a new ticket, to be sent now. `complete`: whether it asks for a complete reading."""
         self._last += 1
         issued = self._issued.setdefault(node, {})
-        issued[self._last] = clock.now().mono_s
+        issued[self._last] = clock.mono_s()
         while len(issued) > MAX_TICKETS:
             del issued[next(iter(issued))]
         self._sent[node] = replace(desired, ticket=self._last, complete=complete)

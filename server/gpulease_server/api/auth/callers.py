@@ -19,7 +19,8 @@ from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.group_members import GroupMembers
 
-ROOT = 0
+PRIVILEGED_UIDS = frozenset({0, os.geteuid()})
+"""Root and the daemon's own user."""
 SCHEME = "bearer "
 
 
@@ -98,7 +99,7 @@ def _caller(user: str, peer: PeerCredentials, privileged: bool, admin: bool) -> 
 
 def is_privileged(peer: PeerCredentials) -> bool:
     """True if the kernel shows that the peer is root or the daemon's own user, on the daemon's host."""
-    return peer.uid in (ROOT, os.geteuid())
+    return peer.uid in PRIVILEGED_UIDS
 
 
 async def caller_from_token(header: str, bearers: BearerTokens | None, ledger: Ledger) -> Caller:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Container
-from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, Response
@@ -29,10 +28,11 @@ from gpulease_server.api.long_lists import list_response
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.report_body import ReportBody, with_trusted_logs
 from gpulease_server.api.request_body import JsonBody
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.happenings import NodeForgetRequested, NodeModeRequested, NodeReported
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.presentation import node_list, node_view
-from gpulease_server.runtime import ids
+from gpulease_server.runtime import clock, ids
 
 router = new_router("/v1/nodes", "nodes")
 NODE_JSON: TypeAdapter[object] = TypeAdapter(Node)
@@ -162,7 +162,7 @@ async def exchange(
         )
         if not is_privileged(peer):
             desired = _with_job_tokens(daemon, desired)
-        sent_owners, now_s = daemon.tickets.sent_owners(name), daemon.now().mono_s
+        sent_owners, now_s = daemon.tickets.sent_owners(name), clock.mono_s()
         has_news = _has_news(daemon, name, seen, desired)
         owners_s = until_s if desired.owners == sent_owners else started_s + OWNERS_DELAY_S
         left_s = min(until_s, owners_s) - now_s
