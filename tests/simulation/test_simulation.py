@@ -41,6 +41,7 @@ LOOK_FIRST = {
     "revive_over_another": 10,
     "never_the_oldest": 12,
     "no_bypass_counts": 21,
+    "explain_behind_by_arrival": 4,
     "ignore_gpu_hours": 2,
     "no_place_is_kept": 4,
     "measure_by_the_wall": 4,
