@@ -49,20 +49,21 @@ def simulate(
     shares: bool = False,
     reservations: bool = False,
     preemption: bool = False,
+    jobs: bool = False,
     reclaim: bool = False,
     crowd: bool = False,
     explains: bool = False,
 ) -> Outcome:
     """One run, on this empty database or on one of its own; with gangs, priorities, limits, budgets, fair share,
-    shares, reservations, preemption or reclaim where that is said, or a crowd; and explanations of the order."""
+    shares, reservations, preemption, jobs or reclaim where that is said, or a crowd; and explanations of the order."""
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
         clients = 24 if priorities else 18 if fair_share else 12 if gangs or reservations else 6
         clients = 12 if shares or budgets else clients
-        clients = 8 if preemption else 10 if reclaim else clients
+        clients = 6 if jobs else 8 if preemption else 10 if reclaim else clients
         how = {"gangs": gangs, "priorities": priorities, "limits": limits, "fair_share": fair_share}
         clients = 16 if crowd else clients
         how |= {"reservations": reservations, "preemption": preemption, "reclaim": reclaim, "crowd": crowd}
-        how |= {"shares": shares, "budgets": budgets, "explains": explains}
+        how |= {"shares": shares, "budgets": budgets, "explains": explains, "jobs": jobs}
         return World(seed, steps, place, clients=clients, **how).run()
 
 
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--shares", action="store_true", help="a group and a user, ordered by what they have used")
     parser.add_argument("--reservations", action="store_true", help="an administrator reserves GPUs, and cancels that")
     parser.add_argument("--preemption", action="store_true", help="leases that are preemptible end for others")
+    parser.add_argument("--jobs", action="store_true", help="jobs that are preemptible end for others, too")
     parser.add_argument("--reclaim", action="store_true", help="idle leases of priority interactive end for others")
     parser.add_argument("--crowd", action="store_true", help="few GPUs for many, and all that lets one pass another")
     parser.add_argument("--explains", action="store_true", help="someone looks what those who wait are told")
@@ -96,6 +98,7 @@ def main() -> int:
             "shares",
             "reservations",
             "preemption",
+            "jobs",
             "reclaim",
             "crowd",
             "explains",

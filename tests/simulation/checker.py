@@ -24,6 +24,7 @@ answer came. `what` says which kind of line it is:
     passes    max_bypass, max_overtakes,        as often newer ones pass on one node, and so many are granted by
               priorities, interactive_gpus      priority until the oldest goes first; not where usage orders
     preemption  after_s                         leases end for others after so many seconds at least
+    submitted   job_id, sent_s                  a job was made, that was first asked for then: see `job_rules.py`
     reclaim   after_s, notice_s, priority       leases of this priority give GPUs back that were idle for so long, at
                                                 least so long after they were told; those of no other one do
     worked    gpus, begun_s                     a node has told, and was answered, that these GPUs work
@@ -49,6 +50,11 @@ from typing import Any
 
 from tests.simulation.explained_rules import order_is_as_explained
 from tests.simulation.hour_rules import hours_are_never_passed
+from tests.simulation.job_rules import (
+    preempted_jobs_keep_their_place,
+    preempted_jobs_start_again,
+    preempted_twice_and_no_more,
+)
 from tests.simulation.rules_starvation import newer_ones_pass_within_the_bound, no_request_starves
 from tests.simulation.usage_rules import less_used_goes_first, usage_is_what_was_held
 
@@ -956,12 +962,13 @@ def no_one_is_delayed_by_who_runs_ahead(seen: Seen) -> Iterator[str]:
                     yield f"seq {event['seq']}: {granted} of {time_s} s keeps GPUs that {older} may have in {in_s} s"
 
 
-WAITS_FOR = re.compile(r"^for (\S+) of user ")
+WAITS_FOR = re.compile(r"^(?:preempted )?for (\S+) of user ")
 
 
 def only_what_opted_in_is_preempted(seen: Seen) -> Iterator[str]:
     """Only leases that are preemptible are told to end, for requests that are not."""
-    demands = {lease["id"]: lease["demand"] for _, lease in seen.answers()}
+    listed = (line["lease"] for line in seen.of["listed"])
+    demands = {lease["id"]: lease.get("demand", {}) for lease in [*listed, *(lease for _, lease in seen.answers())]}
     for event in seen.events("lease.preempting"):
         waits = WAITS_FOR.match(event["reason"])
         own, other = (
@@ -982,30 +989,53 @@ def preempted_after_the_minimum(seen: Seen) -> Iterator[str]:
                 yield f"seq {event['seq']}: {event['lease_id']} is to end after {held_s:.3f} s"
 
 
+@dataclass
+class GivenBack:
+    """By request, and lease that ended for it, the GPUs that no one else has got since."""
+
+    gpus: dict[str, dict[str, set[str]]] = field(default_factory=lambda: defaultdict(dict))
+    _gone: set[str] = field(default_factory=set)
+    """Requests for which nothing is held any more."""
+    _waits_of: dict[str, str] = field(default_factory=dict)
+    """By lease that is to end, the request for which it does."""
+    _ended: dict[str, list[str]] = field(default_factory=dict)
+
+    def take(self, event: Line) -> None:
+        """Go on by one event."""
+        lease, kind, waits = event["lease_id"], event["kind"], WAITS_FOR.match(event["reason"] or "")
+        if kind in ("lease.granted", "lease.ended"):
+            self._ended[lease] = event["gpus"]
+            self._leave(lease)
+        elif kind == "lease.preemption_withdrawn":
+            self._leave(self._waits_of.get(lease, ""))
+        elif kind == "lease.preempting" and waits is not None:
+            self._waits_of[lease] = waits.group(1)
+        elif kind == "lease.preempted" and waits is not None and waits.group(1) not in self._gone:
+            self.gpus[waits.group(1)][lease] = set(self._ended.get(lease, ()))
+
+    def _leave(self, request: str) -> None:
+        self._gone.add(request)
+        self.gpus.pop(request, None)
+
+
 def who_preempts_starts(seen: Seen) -> Iterator[str]:
     """The request for which leases have ended is granted, or leaves; until then no one else gets all of the GPUs that a
-    lease has given back for it, but for those that are reserved meanwhile."""
-    reserved: set[str] = set()
-    gave: dict[str, dict[str, set[str]]] = defaultdict(dict)  # by request, and lease that ended for it
-    ended: dict[str, list[str]] = {}
-    for event in seen.events("lease.granted", "lease.ended", "lease.preempted", "reservation.created"):
-        lease = event["lease_id"]
+    lease has given back for it, but for those that are reserved meanwhile. Jobs that were told to end do so also where
+    it has left, or others keep their GPUs after all."""
+    reserved, gave = set[str](), GivenBack()
+    for event in seen.log:
+        gave.take(event)
         if event["kind"] == "reservation.created":
             reserved |= set(event["gpus"])
-            continue
-        if event["kind"] == "lease.preempted":
-            if (waits := WAITS_FOR.match(event["reason"])) is not None:
-                gave[waits.group(1)][lease] = set(ended.get(lease, ()))
-            continue
-        ended[lease] = event["gpus"]
-        gave.pop(lease, None)
-        for waits_for, victims in gave.items() if event["kind"] == "lease.granted" else ():
+        for waits_for, victims in gave.gpus.items() if event["kind"] == "lease.granted" else ():
             for victim, gpus in victims.items():
                 if gpus and not (gpus := gpus - set(event["gpus"])) and reserved.isdisjoint(event["gpus"]):
-                    yield f"seq {event['seq']}: {lease} has what {victim} gave back for {waits_for}"
+                    yield f"seq {event['seq']}: {event['lease_id']} has what {victim} gave back for {waits_for}"
                 victims[victim] = gpus
     if seen.of["over"]:
-        yield from (f"{lease} never started, and {sorted(victims)} ended for it" for lease, victims in gave.items())
+        yield from (
+            f"{lease} never started, and {sorted(victims)} ended for it" for lease, victims in gave.gpus.items()
+        )
 
 
 RECLAIMED_FOR = re.compile(r"^for (\S+): ")
@@ -1130,6 +1160,9 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "only what opted in is preempted (7)": only_what_opted_in_is_preempted,
     "nothing is preempted before the minimum (7)": preempted_after_the_minimum,
     "who preempts starts (7, 8)": who_preempts_starts,
+    "a job that was preempted keeps its place (8)": preempted_jobs_keep_their_place,
+    "a job is preempted twice at most (7)": preempted_twice_and_no_more,
+    "a job that was preempted starts again (8)": preempted_jobs_start_again,
     "only what agreed is taken back (7)": only_what_agreed_is_reclaimed,
     "nothing is taken back before its moment (7)": reclaimed_at_the_moment,
     "what works is not taken back (7)": only_idle_gpus_are_reclaimed,

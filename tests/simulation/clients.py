@@ -69,8 +69,8 @@ class PlayedClient:
         elif self.world.preemption:
             body |= {"priority": chance.choice(("interactive", "normal", "scavenge", "scavenge")), "queue": True}
             body["ttl_s"] = chance.choice((3.0, 6.0))
-        if self.world.preemption and body["priority"] != "scavenge" and chance.random() < 0.3:
-            body["preemptible"] = True
+        if self.world.preemption:
+            self._say_who_may_end(body)
         if self.world.reclaim:
             body |= {"priority": chance.choice(("interactive", "interactive", "normal")), "queue": True}
             body |= {"count": chance.choice((1, 1, 2)), "ttl_s": chance.choice((2.0, 3.0))}
@@ -82,6 +82,13 @@ class PlayedClient:
         elif self.world.fair_share:
             body["count"] = 1 if self.uid == ZOE else chance.choice((1, 3, 4))
         return body
+
+    def _say_who_may_end(self, body: Line) -> None:
+        """Some agree to end for others. Beside jobs that do, no lease does."""
+        if self.world.jobs:
+            body["priority"] = self.world.chance.choice(("interactive", "normal", "normal"))
+        elif body["priority"] != "scavenge" and self.world.chance.random() < 0.3:
+            body["preemptible"] = True
 
     async def _one(self, key: str, *, asks_again: bool = False) -> None:
         body = self._body(key)

@@ -19,6 +19,7 @@ from gpulease_protocol.node_protocol import (
     OwnerReport,
     OwnerState,
 )
+from tests.simulation.jobs import NodeJobs
 from tests.simulation.network import NoAnswer
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class PlayedNode:
         """Gone for good, with everything that ran on it."""
         self.owners: dict[int, Callable[[], None]] = {}
         """By pid of each that lives: what to do when it dies."""
+        self.jobs = NodeJobs(self)
         self._whole: tuple[int | None, tuple[GpuReading, ...]] = (None, ())
         """The last reading with processes and health, and its ticket."""
         self._starts = itertools.count(1)
@@ -189,6 +191,7 @@ class PlayedNode:
                 address=f"10.0.0.{ord(self.name[0])}",
                 interface="eth0",
                 owners=tuple(map(self._sight, owners)),
+                jobs=self.jobs.reports(),
                 hold_s=1.0,
             )
             body = said_by_version(to_json(report))
@@ -202,6 +205,7 @@ class PlayedNode:
                     self.world.see("worked", gpus=working, begun_s=begun_s)
                 ticket, paused = desired["ticket"], desired.get("paused", False)
                 complete = desired.get("fresh", True)
+                self.jobs.take(desired.get("jobs", []))
                 owners = tuple(LeaseOwner(**owner) for owner in desired.get("owners", ()))
                 drains = {uuid for lease in desired["leases"] if lease["state"] == "ended" for uuid in lease["gpus"]}
                 if said_by_version is not in_older_words and not paused and problem is None and drains - drained:

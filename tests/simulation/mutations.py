@@ -27,6 +27,7 @@ from gpulease_server.core import (
     gpu_state,
     grant,
     group_usage,
+    job,
     lease,
     node,
     placement,
@@ -42,7 +43,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import Overtakes
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Placed
-from gpulease_server.core.records import Deadline, Instant, KeyRecord, LeaseRecord
+from gpulease_server.core.records import Deadline, Instant, JobRecord, KeyRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import UserUsage
 from gpulease_server.runtime import clock, writer
@@ -577,6 +578,26 @@ def preempt_for_others() -> Patches:
     return [(f"{CORE}.queue._start_preempting", lambda *_: None)]
 
 
+def preempted_job_loses_its_place() -> Patches:
+    """A job that was preempted goes to the end of the queue."""
+    queue_next = job._queue_next
+
+    def at_the_end(turn: Turn, record: JobRecord, attempt: Any, said: str, end: Any, pause_s: float | None) -> None:
+        queue_next(turn, record, attempt, said, end, pause_s or 0.0)
+
+    return [(f"{CORE}.job._queue_next", at_the_end)]
+
+
+def twice_preempted_is_not_first() -> Patches:
+    """A job that was preempted twice has its old place, and others go before it."""
+    return [(f"{CORE}.ledger.goes_first", lambda _: False)]
+
+
+def preempt_again_and_again() -> Patches:
+    """A job ends for others as often as there are some."""
+    return [(f"{CORE}.victim_choice.MAX_PREEMPTED", 1000)]
+
+
 def reclaim_anyone() -> Patches:
     """The administrator's rule covers requests of every priority."""
 
@@ -702,6 +723,9 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         preempt_in_turns,
         preempt_at_once,
         preempt_for_others,
+        preempted_job_loses_its_place,
+        twice_preempted_is_not_first,
+        preempt_again_and_again,
         reclaim_anyone,
         reclaim_without_notice,
         reclaim_what_is_trusted,
@@ -738,6 +762,8 @@ OF_RESERVATIONS = ("grant_what_is_reserved",)
 """Those that only show where GPUs are reserved."""
 OF_PREEMPTION = ("preempt_anyone", "preempt_in_turns", "preempt_at_once", "preempt_for_others")
 """Those that only show where leases end for others."""
+OF_JOBS = ("preempted_job_loses_its_place", "twice_preempted_is_not_first", "preempt_again_and_again")
+"""Those that only show where jobs end for others."""
 OF_CROWDS = ("no_bypass_counts", "explain_behind_by_arrival")
 """Those that only show where many wait for few GPUs."""
 OF_RECLAIM = (

@@ -117,6 +117,8 @@ class Waiting:
     """The limits that are set, with those whom they limit."""
     preempt: set[str] = field(default_factory=set)
     """Requests for which leases were told to end."""
+    placed: dict[str, int] = field(default_factory=dict)
+    """By lease without a job, or by job: the event since which it has its place in the queue."""
     nodes: Nodes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,6 +161,8 @@ class Waiting:
         for event in self.seen.log:
             kind, lease, reason = event["kind"], event["lease_id"], event["reason"] or ""
             self.nodes.take(event)
+            if kind in ("lease.queued", "lease.granted"):
+                place = self.placed.setdefault(event.get("job_id") or lease, event["seq"])
             if kind == "limits.set":
                 name, _, what = reason.partition(": ")
                 members = (re.findall(r"members ([\w, ]+), by ", what) or [name.partition(" ")[2]])[0]
@@ -166,7 +170,7 @@ class Waiting:
             elif kind == "limits.removed":
                 self.limits.pop(reason.partition(", ")[0], None)
             elif kind == "lease.queued":
-                self.since[lease] = event
+                self.since[lease] = event | {"seq": place}
             elif kind == "lease.preempting":
                 self.preempt.add(reason.split(" ")[1])
             elif kind == "lease.granted":

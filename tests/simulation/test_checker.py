@@ -588,6 +588,44 @@ def goes_before_who_was_said_to_be_before_it(run: Run) -> None:
     order_was_explained(run, behind=())
 
 
+def job_is_preempted(run: Run, times: int = 1, who: str = "C", priority: str = "normal") -> None:
+    """Job J, whose lease Z was granted before B was asked for, is preempted, and waits as Zr; then another gets g1."""
+    order = {"max_bypass": 0, "max_overtakes": 1000, "priorities": True, "interactive_gpus": 0}
+    run.lines.append({"what": "passes", "at_s": 0.0, **order})
+    run.lines.append({"what": "submitted", "at_s": 0.6, "sent_s": 0.5, "job_id": "J"})
+    of_job = {"holder": {"label": "", "user": "zoe"}, "demand": {"count": 1, "priority": priority}}
+    run.lines.append({"what": "listed", "at_s": 20.0, "lease": lease("Zr", "ended", 3, **of_job)})
+    run.lines.append({"what": "asked", "key": "c", "sent_s": 3.3, "at_s": 3.4, "status": 202})
+    run.lines[-1]["lease"] = lease("C", "queued", None)
+    run.log[1:1] = [event("lease.granted", 0.9, lease_id="Z", gpus=["z"], token=0, job_id="J")]
+    preempted = [event("job.preempted", 2.5, lease_id="Zr", job_id="J")] * times
+    waits = [event("lease.queued", 2.5, lease_id="Zr", job_id="J"), event("lease.queued", 3.4, lease_id="C")]
+    run.log[4:4] = [*preempted, *waits]
+    granted = next(one for one in run.log if one["kind"] == "lease.granted" and one["lease_id"] == "B")
+    granted["lease_id"] = who
+    run.log.append(event("lease.granted", 11.0, lease_id="Zr", gpus=["z"], token=3, job_id="J"))
+    run.renumber()
+
+
+def passes_a_preempted_job(run: Run) -> None:
+    job_is_preempted(run)
+
+
+def passes_a_job_that_was_preempted_twice(run: Run) -> None:
+    job_is_preempted(run, times=2, priority="scavenge")
+
+
+def preempts_a_third_time(run: Run) -> None:
+    job_is_preempted(run, times=2, who="B")
+    run.log.append(event("lease.preempting", 15.0, lease_id="Zr", job_id="J", reason="for B of user root, whose"))
+    run.renumber()
+
+
+def preempted_and_forgotten(run: Run) -> None:
+    job_is_preempted(run)
+    run.log.pop()
+
+
 BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("usage is what was held, however it was asked for (8)", each_lease_counts_alike),
     ("groups and users that have used less go first (8)", a_group_that_has_used_more_goes_first),
@@ -644,6 +682,10 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("only what opted in is preempted (7)", preempts_for_what_opted_in),
     ("nothing is preempted before the minimum (7)", preempts_too_soon),
     ("who preempts starts (7, 8)", preempts_for_someone_else),
+    ("a job that was preempted keeps its place (8)", passes_a_preempted_job),
+    ("a job that was preempted keeps its place (8)", passes_a_job_that_was_preempted_twice),
+    ("a job is preempted twice at most (7)", preempts_a_third_time),
+    ("a job that was preempted starts again (8)", preempted_and_forgotten),
     ("only what agreed is taken back (7)", reclaims_what_did_not_agree),
     ("nothing is taken back before its moment (7)", reclaims_too_soon),
     ("nothing is taken back before its moment (7)", reclaims_after_a_restart),
@@ -687,6 +729,14 @@ def test_a_preemption_passes() -> None:
     preempts(run)
 
     assert check(run.log, run.lines) == []
+
+
+@pytest.mark.parametrize(("times", "priority"), [(1, "scavenge"), (0, "normal")])
+def test_a_higher_priority_goes_before_a_job_that_was_preempted_once(times: int, priority: str) -> None:
+    run = Run()
+    job_is_preempted(run, times, priority=priority)
+
+    assert "a job that was preempted keeps its place (8)" not in judge(run)
 
 
 def test_a_reclaim_passes() -> None:

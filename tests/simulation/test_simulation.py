@@ -12,6 +12,7 @@ from tests.simulation.mutations import (
     OF_EXPLANATIONS,
     OF_FAIR_SHARE,
     OF_GANGS,
+    OF_JOBS,
     OF_LIMITS,
     OF_PREEMPTION,
     OF_PRIORITIES,
@@ -29,6 +30,8 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 LOOK_FIRST = {
     "preempt_anyone": 8,
     "preempt_in_turns": 2,
+    "twice_preempted_is_not_first": 4,
+    "preempt_again_and_again": 5,
     "reclaim_anyone": 3,
     "reclaim_what_is_kept": 5,
     "reclaim_what_is_trusted": 3,
@@ -134,6 +137,15 @@ def test_every_promise_is_kept_while_leases_end_for_others() -> None:
 
 
 @pytest.mark.budget(30)
+def test_every_promise_is_kept_while_jobs_end_for_others() -> None:
+    outcome = simulate(16, steps=1000, jobs=True)
+
+    assert outcome.complaints == [], "16 --steps 1000 --jobs"
+    kinds = [event["kind"] for event in outcome.log]
+    assert kinds.count("job.preempted") > 3
+
+
+@pytest.mark.budget(30)
 def test_every_promise_is_kept_in_a_crowd() -> None:
     outcome = simulate(4, steps=1500, crowd=True, explains=True)
 
@@ -199,6 +211,7 @@ def place_of(name: str) -> dict[str, bool]:
         "shares": name in OF_SHARES,
         "reservations": name in OF_RESERVATIONS,
         "preemption": name in OF_PREEMPTION,
+        "jobs": name in OF_JOBS,
         "reclaim": name in OF_RECLAIM,
         "crowd": name in OF_CROWDS,
         "explains": name in OF_EXPLANATIONS,
@@ -244,6 +257,15 @@ def test_every_promise_is_kept_with_preemption_for_long(seed: int) -> None:
     outcome = simulate(seed, preemption=True)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed} --preemption"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2650, 2680))
+def test_every_promise_is_kept_while_jobs_end_for_others_for_long(seed: int) -> None:
+    outcome = simulate(seed, jobs=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --jobs"
 
 
 @pytest.mark.soak

@@ -58,6 +58,7 @@ from tests.simulation.clients import (
     watch_held_gpus,
 )
 from tests.simulation.hardware import PlayedNode
+from tests.simulation.jobs import Submitter
 from tests.simulation.loop import START_S, PlayedLoop
 from tests.simulation.network import Network, request
 from tests.simulation.owners import PlayedDebts, PlayedOwner, modules_of_the_client
@@ -208,7 +209,8 @@ class World:
     With `reservations` an administrator reserves GPUs for one of two users, and a part of the requests declares a time.
     With `preemption` most requests are
     preemptible, hold their GPUs for long, and end for others; no one sets the clock, because a restart would
-    take the jump for time that they were held. With `reclaim` most requests are of priority interactive, hold their
+    take the jump for time that they were held. With `jobs` there are jobs beside them, that are preempted again and
+    again, and only these go first. With `reclaim` most requests are of priority interactive, hold their
     GPUs for long, work now and then, and give them back while idle; no one sets the clock, because a restart takes what
     is kept for shorter then. With `crowd` there are few GPUs and many requests, of all priorities and of one
     GPU up to a whole node, with and without a declared time; preemptible leases end for others, and an
@@ -230,11 +232,12 @@ class World:
         shares: bool = False,
         reservations: bool = False,
         preemption: bool = False,
+        jobs: bool = False,
         reclaim: bool = False,
         crowd: bool = False,
         explains: bool = False,
     ) -> None:
-        fair_share = fair_share or shares
+        fair_share, preemption = fair_share or shares, preemption or jobs
         self.chance = random.Random(seed)
         self.steps = steps
         self.url = url
@@ -245,7 +248,7 @@ class World:
                 queued=100 if priorities else MAX_QUEUED,
                 interactive_gpus=MAX_INTERACTIVE if priorities and limits else 0,
             ),
-            max_overtakes=1000 if fair_share else MAX_OVERTAKES,
+            max_overtakes=1000 if fair_share or jobs else MAX_OVERTAKES,
             max_bypass=10**6 if shares else 0 if fair_share else 1 if priorities or crowd else 10,
             max_bypass_s=1e9 if shares else 300.0,
             easy_backfill=priorities or crowd or (fair_share and not shares),
@@ -260,9 +263,10 @@ class World:
         )
         self.preemption = preemption or crowd
         self.crowd = crowd
+        self.jobs = jobs
         self.explains = explains
         self.reclaim = reclaim
-        self.faults = 0.1 if crowd else 0.25 if reclaim else 1.0
+        self.faults = 0.1 if crowd else 0.25 if reclaim or jobs else 1.0
         """How many faults of the daemon, its disk and the hardware there are, of the usual ones. A notice outlives none
         of them, and after each restart newer ones pass as often again."""
         self.priorities = priorities
@@ -427,6 +431,8 @@ class World:
         waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in (*self.clients, *self.owners)}
         if not (self.fair_share or self.preemption or self.reclaim):
             waiting.add(self.spawn(Administrator(self).run()))
+        if self.jobs:
+            waiting |= {self.spawn(Submitter(self, f"j{number}").run()) for number in range(6)}
         if self.reservations:
             waiting.add(self.spawn(Reserver(self).run()))
         if self.limits:
