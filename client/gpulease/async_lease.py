@@ -93,7 +93,7 @@ class AsyncLease:
 
     @property
     def preempt_at(self) -> datetime | None:
-        """When the lease ends for a request of higher priority, as of the last renewal; None unless it is preempted."""
+        """When the lease ends for a request that waits, as of the last renewal; None unless it is preempted."""
         return self._held.preempt_at
 
     @property

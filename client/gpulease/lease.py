@@ -12,6 +12,9 @@ What the holder may rely on, and what each failure does:
 - The holder was stopped (SIGSTOP, a debugger, a call that keeps the GIL) for longer than that. With liveness `process`
   the daemon kept the lease as long as a worker saw the owner alive. So the threads ask first once they run again: the
   lease is lost if the daemon says so or does not respond for `CONFIRM_S`. With liveness `heartbeat` it is lost at once.
+- The daemon says when the lease ends however often it is renewed (`Lease.ends_in_s`): it is preempted, its idle GPUs
+  are taken back, or its time or its token's budget ends. The holder trusts it until then at most, counted as above, so
+  that it stops in time also if it cannot reach the daemon. It renews more often before, because the end may be put off.
 - The daemon says that the lease has ended: it is lost at once.
 - The process that this one works for ends: the launcher of a rank, the parent of a child of multiprocessing or joblib.
   What an orphan does is useless, and it may wait for work forever. So the lease is given back, and counts as lost.
@@ -120,6 +123,9 @@ class HeldLease:
         self.shared = shared
         """True if other processes hold the lease too, so that the exit of this one does not release it."""
         self._sent_at = trusted_from
+        # Unlike `ttl_s` it counts from the answer, before which a long poll may have been held. The first renewal knows
+        # it better.
+        self._ends_at_s = float("inf") if lease.ends_in_s is None else time.monotonic() + lease.ends_in_s
         self._resumed_at = float("-inf")
         """When a thread of this lease last noticed that it had been stopped."""
         self._pid = os.getpid()
@@ -137,6 +143,10 @@ class HeldLease:
         """When the lease ends for a request that waits, as of the last renewal; None unless it is preempted."""
         self.preempting = threading.Event()
         """Set while the lease is to be preempted: save your work, and give it back before `preempt_at`."""
+        self.on_preempting: Callable[[HeldLease], None] | None = None
+        """Called when `preempting` is set, in the thread that renews."""
+        self.loss_reason: str | None = None
+        """Why the lease is lost, in a sentence; None before."""
         self._threads = tuple(
             threading.Thread(target=body, name=f"gpulease-{name}-{lease.id}", daemon=True)
             for name, body in (("renew", self._renew_loop), ("watch", self._watch_loop))
@@ -272,17 +282,19 @@ class HeldLease:
     def _renew_loop(self) -> None:
         """Body of the renewing thread; returns when the lease is released or lost."""
         _block_signals()
-        ttl_s = self._lease.ttl_s
-        pause_s = self._sent_at + ttl_s / 3 - time.monotonic()
+        pause_s = self._sent_at + self._window_s / 3 - time.monotonic()
         while self._wait(pause_s) is not None:
             sent_at = time.monotonic()
             try:
                 # A renewal sent after the trust window could revive a lease that its holder has given up.
-                if (left_s := self._trusted_until - sent_at) > 0:
+                if (left_s := self._trusted_until - sent_at) <= 0:
+                    self._mark_lost(self._why_over(sent_at))  # the other thread may wait for an end that was later
+                else:
                     renewed = self._client.send(
                         endpoints.keep(self._lease), retry_s=0, timeout_s=renew_timeout_s(left_s)
                     )
-                    self._sent_at, self._lease = sent_at, renewed
+                    ends_at_s = float("inf") if renewed.ends_in_s is None else sent_at + renewed.ends_in_s
+                    self._sent_at, self._lease, self._ends_at_s = sent_at, renewed, ends_at_s
                     self._report_problems(renewed.problems)
                     self._report_preemption(renewed.preempt_at)
             except (LeaseLost, StaleToken, NotFound) as error:
@@ -294,9 +306,10 @@ class HeldLease:
             except Exception:
                 LOG.exception("Lease %s could not be renewed; retrying until it is lost", self.id)
             jitter = random.uniform(0.8, 1.0)  # noqa: S311
-            answered = self._sent_at == sent_at
-            # Counted from when it was sent, because this process may have been stopped before it read the response.
-            pause_s = sent_at + ttl_s / 3 * jitter - time.monotonic() if answered else min(1.0, ttl_s / 20) * jitter
+            pause_s = retry_s = min(1.0, self._lease.ttl_s / 20) * jitter
+            if self._sent_at == sent_at:  # answered
+                # Counted from when it was sent, because this process may have been stopped before it read the response.
+                pause_s = sent_at + max(self._window_s / 3 * jitter, retry_s) - time.monotonic()
 
     def _report_preemption(self, preempt_at: datetime | None) -> None:
         """Warn once that the lease is to end for a request that waits, and once that it is not."""
@@ -310,6 +323,11 @@ class HeldLease:
         self.preempting.set()
         when = f"{preempt_at:%Y-%m-%d %H:%M:%S} UTC"
         LOG.warning("Lease %s ends at %s for a request that waits: save your work until then.", self.id, when)
+        if self.on_preempting is not None:
+            try:
+                self.on_preempting(self)
+            except Exception:
+                LOG.exception("on_preempting of lease %s failed", self.id)
 
     def _report_problems(self, problems: tuple[str, ...]) -> None:
         """Warn once of each problem of the GPUs, for as long as it lasts."""
@@ -326,7 +344,17 @@ class HeldLease:
             if self._works_for is not None and not self._works_for.alive():
                 self._give_back(self._works_for)
             elif woke_at >= self._trusted_until:
-                self._mark_lost(f"No renewal of lease {self.id} succeeded for its ttl of {self._lease.ttl_s:g} s.")
+                self._mark_lost(self._why_over(woke_at))
+
+    def _why_over(self, woke_at: float) -> str:
+        """Why it is trusted no more."""
+        if woke_at < self._ends_at_s:
+            return f"No renewal of lease {self.id} succeeded for its ttl of {self._lease.ttl_s:g} s."
+        if self._lease.preempt_at is not None:
+            return "It was preempted: a request that waited has its GPUs now."
+        if self._lease.reclaim_at is not None:
+            return "Its GPUs were idle, and were taken back for a request that waited."
+        return "Its time has passed, or the budget of its token is spent."
 
     def _give_back(self, ended: ProcessId) -> None:
         """Release the lease of an orphan. Its GPUs drain for as long as it uses them."""
@@ -345,17 +373,23 @@ class HeldLease:
         return woke_at
 
     @property
+    def _window_s(self) -> float:
+        """How long the last renewal lasts, from when it was sent."""
+        return min(self._lease.ttl_s, self._ends_at_s - self._sent_at)
+
+    @property
     def _trusted_until(self) -> float:
         until = self._sent_at + self._lease.ttl_s
         if self._lease.liveness is Liveness.PROCESS and self._resumed_at > self._sent_at:
-            return max(until, self._resumed_at + CONFIRM_S)
-        return until
+            until = max(until, self._resumed_at + CONFIRM_S)
+        return min(until, self._ends_at_s)
 
     def _mark_lost(self, reason: str) -> None:
         with self._losing:
             self._stopped.set()
             if self.lost.is_set():
                 return
+            self.loss_reason = reason
             self.lost.set()
         LOG.warning("Lease %s is lost. Another user may hold its GPUs now, so stop using them. %s", self.id, reason)
         if self._on_lost is None:

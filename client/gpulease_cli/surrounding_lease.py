@@ -1,13 +1,14 @@
 """The lease that this program was started under: in a shell that `acquire` bound, below `gpulease run`, or in a job.
 
 `gpulease run` there uses its GPUs, as `srun` does inside `salloc`. It neither renews nor releases the lease, and ends
-its command when the lease has ended.
+its command when the lease has ended, or the moment has come at which it ends however often it is renewed.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -103,20 +104,27 @@ class BorrowedLease:
         return index_mask.with_index_mask(bound, self.gpus, simulated=simulated)
 
     def _watch(self) -> None:
-        call: Any = endpoints.lease(self.id, POLL_S, LeaseState.ACTIVE)
+        lease, ends_at_s = self._lease, _ends_at_s(self._lease)
         with Client.for_destination(self._client.destination) as client:
-            while not self._closed.is_set():
+            while not self._closed.is_set() and lease.state is LeaseState.ACTIVE:
+                if (left_s := ends_at_s - time.monotonic()) <= 0:
+                    break
+                call: Any = endpoints.lease(self.id, min(POLL_S, left_s / 2), LeaseState.ACTIVE)
                 try:
-                    ended = client.send(call).state is not LeaseState.ACTIVE
+                    lease = client.send(call, timeout_s=min(client.destination.timeout_s, left_s / 2))
+                    ends_at_s = _ends_at_s(lease)
                 except NotFound:
-                    ended = True
+                    break
                 except GpuleaseError:
-                    self._closed.wait(RETRY_S)
-                    continue
-                if ended and not self._closed.is_set():
-                    self.lost.set()
-                    self._on_lost(self)
-                    return
+                    self._closed.wait(min(RETRY_S, left_s / 2))
+        if not self._closed.is_set():
+            self.lost.set()
+            self._on_lost(self)
+
+
+def _ends_at_s(lease: Lease) -> float:
+    """When a lease that has just been looked at ends however often it is renewed, on the monotonic clock."""
+    return time.monotonic() + (float("inf") if lease.ends_in_s is None else lease.ends_in_s)
 
 
 def lease_token(client: Client, lease_id: str, token: int | None) -> int | None:

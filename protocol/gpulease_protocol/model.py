@@ -287,6 +287,10 @@ class Lease(Noun):
     preempted. Never moved, but it may be withdrawn."""
     reclaim_at: datetime | None = None
     """When its idle GPUs are taken back, unless one works, they are kept, or no one waits; null without that notice."""
+    ends_in_s: float | None = None
+    """In how many seconds from this answer on the first of `ends_at`, `preempt_at` and `reclaim_at` comes, by the
+    daemon's own clock: a holder needs no clock that agrees with it. A renewal lasts no longer than this, however long
+    `ttl_s` is. Null without any of them, and for a lease of a job, which is told by SIGTERM."""
     problems: tuple[str, ...] = ()
     """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
     healthy, a node about which nothing is known. Empty unless active."""

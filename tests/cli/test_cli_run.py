@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gpulease import Client
+from gpulease_cli.surrounding_lease import BorrowedLease
 from tests.cli.programs import environ, wait_until
 from tests.client.fake_daemon import FakeDaemon
 
@@ -120,6 +122,30 @@ signal.pause()
         daemon.end("L-1", "revoked")
         assert run.wait(60) == 4
     assert saved.read_text() == "whole"
+
+
+def test_a_command_whose_lease_is_preempted_gets_sigterm_at_the_notice(daemon, tmp_path: Path, capfd) -> None:
+    saved = tmp_path / "checkpoint"
+    program = f"trap 'echo whole > {saved}; exit 3' TERM; echo part > {saved}; while :; do sleep 0.05; done"
+    with started(daemon, "sh", "-c", program) as run:
+        wait_until(lambda: saved.exists() and saved.read_text() == "part\n")
+        daemon.only_lease()["preempt_at"] = "2026-01-01T12:00:00Z"
+        assert run.wait(60) == 3
+    assert saved.read_text() == "whole\n"
+    assert "L-1 is preempted: the command gets SIGTERM now, and ends with the lease\n" in capfd.readouterr().err
+    assert daemon.only_lease()["end_reason"] == "released"
+
+
+def test_a_command_in_a_lease_ends_when_that_was_told_to_end_though_no_daemon_answers(daemon: FakeDaemon) -> None:
+    daemon.new_lease({})
+    daemon.only_lease()["ends_in_s"] = 0.5
+    with Client(daemon.url) as client:
+        lease = client.lease_by_id("L-1")
+        daemon.stop()
+        lost: list[BorrowedLease] = []
+        with BorrowedLease(client, lease, lease.gpus, lost.append) as borrowed:
+            assert borrowed.lost.wait(30)
+            wait_until(lambda: lost == [borrowed])
 
 
 def test_processes_left_behind_by_a_command_stay(daemon: FakeDaemon, tmp_path: Path, rank) -> None:

@@ -56,6 +56,7 @@ def restart(world: World) -> None:
 def test_each_restart_gives_a_lease_no_new_time() -> None:
     world = World().node()
     lease = world.lease(time_s=1000.0, ttl_s=1000.0)
+    assert lease_view(world.ledger, world.ledger.leases[lease.id], world.now, world.policy).ends_in_s == 1000.0
     granted_s = world.at_s
     for _ in range(9):
         world.at_s += 100.0

@@ -96,6 +96,10 @@ def why(here: World, lease_id: str) -> str:
     return explain(here.ledger, here.ledger.leases[lease_id], here.now, here.policy).sentence
 
 
+def ends_in_s(here: World, lease: Lease) -> float | None:
+    return lease_view(here.ledger, here.ledger.leases[lease.id], here.now, here.policy).ends_in_s
+
+
 def preempted_ids(here: World) -> list[str | None]:
     return [one.lease_id for one in here.events("lease.preempting")]
 
@@ -119,6 +123,7 @@ def test_a_job_saves_ends_and_goes_on_from_its_old_place_when_the_request_is_don
     assert state(here, waits) is LeaseState.QUEUED
     assert f"It preempts job {job_id} of user bob" in why(here, waits.id)
     assert f"so that {waits.id} of user ada with priority normal can start" in why(here, first)
+    assert ends_in_s(here, here.ledger.leases[first].lease) is None, "its processes are told by SIGTERM"
 
     stop(here, job_id)
     assert state(here, waits) is LeaseState.ACTIVE
@@ -149,6 +154,7 @@ def test_a_lease_without_a_job_hears_of_it_when_it_renews_and_has_the_whole_noti
     answer = here.renew(held)
     assert isinstance(answer, Lease)
     assert answer.preempt_at == told
+    assert answer.ends_in_s == pytest.approx((told - here.now.at).total_seconds(), abs=0.11)
 
     keep(here, held, (told - here.now.at).total_seconds() - 1.0)
     assert preempt_at(here, held) == told, "the moment is never moved"

@@ -79,8 +79,11 @@ def test_an_idle_lease_is_told_a_moment_and_ends_after_it() -> None:
     left_s = reclaim_at_s(here, lease)
     assert left_s is not None
     assert NOTICE_S - SLACK_S <= left_s <= NOTICE_S
-    [problem] = lease_view(here.ledger, here.ledger.leases[lease.id], here.now, here.policy).problems
+    view = lease_view(here.ledger, here.ledger.leases[lease.id], here.now, here.policy)
+    [problem] = view.problems
     assert "taken back at" in problem
+    assert view.ends_in_s is not None
+    assert left_s - 0.11 < view.ends_in_s <= left_s
     told = explain(here.ledger, here.ledger.leases[waits.id], here.now, here.policy).sentence
     assert "idle, and taken back at" in told
     here.pass_time(left_s - 0.3)

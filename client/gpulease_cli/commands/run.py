@@ -1,7 +1,8 @@
 """`gpulease run`: a command in the foreground, bound to leased GPUs.
 
 When the lease is lost, the command and all its descendants are terminated, because someone else may have the GPUs by
-then. When the command ends by itself, processes that it left behind stay: that may be intended, and the daemon names
+then. When it is preempted, the command gets SIGTERM at once, as a job does, and has the notice to save its work.
+When the command ends by itself, processes that it left behind stay: that may be intended, and the daemon names
 them while the GPUs drain. A guard between this program and the command ends it when this program is killed
 (`gpulease_protocol.host.command_guard`).
 """
@@ -261,6 +262,7 @@ def _leased(
         ) as lease,
     ):
         progress.close()
+        lease.on_preempting = process.preempt
         yield lease
 
 
@@ -354,6 +356,12 @@ class _ForegroundProcess:
                 self._guard.send_signal(number)
             else:
                 self._pending_signals.append(number)
+
+    def preempt(self, lease: HeldLease) -> None:
+        """Tell the command that its lease ends soon, as a job is told: by SIGTERM, so that it saves a checkpoint."""
+        sys.stderr.write(f"gpulease: {lease.id} is preempted: the command gets SIGTERM now, and ends with the lease\n")
+        sys.stderr.flush()
+        self.signal(signal.SIGTERM)
 
     def terminate(self, lease: HeldLease | BorrowedLease) -> None:
         """End the command and its descendants, which may no longer use the GPUs; called in the thread that renews."""

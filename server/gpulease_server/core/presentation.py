@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 
@@ -74,6 +75,7 @@ def lease_view(
         kept=kept_now(record, now),
         preempt_at=_preempt_at(ledger, lease),
         reclaim_at=None if notice is None or notice.at_s is None else wall_clock(now, notice.at_s),
+        ends_in_s=_ends_in_s(ledger, lease, now, end_s),
         problems=lease_problems(ledger, lease, now, policy) + reclaim_problems(ledger, lease.id, now),
     )
 
@@ -85,6 +87,17 @@ def _preempt_at(ledger: Ledger, lease: Lease) -> datetime | None:
         return job.job.preempt_at
     waiting = ledger.preemptions.get(ledger.preempting.get(lease.id, ""))
     return None if waiting is None else waiting.preempt_at
+
+
+def _ends_in_s(ledger: Ledger, lease: Lease, now: Instant, end_s: float | None) -> float | None:
+    """How long a lease still lasts, however often it is renewed; None for no end. In tenths of a second, and never too
+    many. `end_s`: when its time or budget ends."""
+    if lease.job_id is not None:
+        return None
+    notice, waiting = ledger.reclaims.notices.get(lease.id), ledger.preemptions.get(ledger.preempting.get(lease.id, ""))
+    found = (end_s, None if notice is None else notice.at_s, None if waiting is None else waiting.end_s)
+    first_s = min((at_s for at_s in found if at_s is not None), default=math.inf)
+    return None if math.isinf(first_s) else max(0.0, math.floor((first_s - now.mono_s) * 10) / 10)
 
 
 def lease_answer(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Lease:

@@ -110,6 +110,7 @@ JOB_RECORD_COLUMNS = (
 COMPUTED: dict[type, Collection[str]] = {
     Lease: (
         *("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems", "preempt_at", "reclaim_at"),
+        "ends_in_s",
         *("expected_at", "expected_basis", "expected_from", "expected_until", "expected_samples"),
     ),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
