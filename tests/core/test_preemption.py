@@ -383,7 +383,9 @@ def test_gpus_of_the_set_that_do_not_come_are_held_for_a_bounded_time() -> None:
     here.pass_time(3 * NOTICE_S + 55.0)
     small = ask(here, 1, user="eve")
     assert state(here, small) is LeaseState.QUEUED
+    assert "GPUs 0, 1 of a are held for it" in why(here, waits.id)
     here.pass_time(15.0)
+    assert "GPUs 0, 1 of a are no longer held for it" in why(here, waits.id)
     assert state(here, small) is LeaseState.ACTIVE
     assert state(here, waits) is LeaseState.QUEUED
     assert len(preempted_ids(here)) == 2, "it preempts once"

@@ -22,14 +22,19 @@ def preemptions_under_way(ledger: Ledger, now: Instant, policy: Policy) -> Itera
             yield one, record
 
 
+def preemptions_held(reservations: Reservations) -> Iterator[tuple[Preemption, LeaseRecord]]:
+    """Those of which the GPUs are held: not where the calendar has closed one of them to the request since, as it needs
+    them all."""
+    for one, record in preemptions_under_way(reservations.ledger, reservations.now, reservations.policy):
+        if reservations.users.closed_to(record.lease).isdisjoint(one.gpus):
+            yield one, record
+
+
 def hold_preempted_gpus(reservations: Reservations) -> None:
     """Hold what is free of these GPUs, before anything is held for others; and keep what the request needs of its
-    limits, so that it can start once the others come. Nothing where the calendar has closed one of them to the request
-    since: it needs them all."""
+    limits, so that it can start once the others come."""
     ledger, users = reservations.ledger, reservations.users
-    for one, record in preemptions_under_way(ledger, reservations.now, reservations.policy):
-        if not users.closed_to(record.lease).isdisjoint(one.gpus):
-            continue
+    for one, record in preemptions_held(reservations):
         needed = min_gpus_of(ledger, users, record.lease.demand)
         if users.limit_reached(record.lease, needed) is None:
             users.keep_all(record.lease, needed)

@@ -88,7 +88,7 @@ def explain(
     bypass_count, first_bypass_s = ledger.bypasses.get(lease.id, (0, now.mono_s))
     bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy)
     bypassed = bypassed + describe_times(reservations, record, position, start_known) if stays_queued else ""
-    ready = describe_readiness(lease.demand, nodes) + describe_preemption(ledger, record)
+    ready = describe_readiness(lease.demand, nodes) + describe_preemption(reservations, record)
     return Explanation(
         verdict="not_now",
         sentence=f"Not now: asked for {asked}{queued}.{bypassed}{ready} {details}{notes}",

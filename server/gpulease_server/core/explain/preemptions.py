@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from gpulease_protocol.model import Lease, LeaseState
+from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.preempted_gpus import preemptions_held
 from gpulease_server.core.preemption_records import Preemption, is_preemptible
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.wording import describe_places, some_of
@@ -12,15 +14,18 @@ from gpulease_server.core.wording import describe_places, some_of
 MAY_END = " It is preemptible: after a notice, it may end for the first request that waits."
 
 
-def describe_preemption(ledger: Ledger, record: LeaseRecord) -> str:
+def describe_preemption(reservations: Reservations, record: LeaseRecord) -> str:
     """What ends so that a request can start, after a space; empty where nothing does."""
+    ledger = reservations.ledger
     one = ledger.preemptions.get(record.lease.id)
     if one is None:
         return ""
+    is_held = any(held is one for held, _ in preemptions_held(reservations))
     known = (ledger.leases.get(lease_id) for lease_id in one.victims)
     active = [found.lease for found in known if found is not None and found.lease.state is LeaseState.ACTIVE]
     gpus = [ledger.gpus[uuid].device for uuid in one.gpus if uuid in ledger.gpus]
-    held = f"{describe_places(gpus)} {'is' if len(gpus) == 1 else 'are'} held for it" if gpus else ""
+    held = f"{describe_places(gpus)} {'is' if len(gpus) == 1 else 'are'} {'' if is_held else 'no longer '}held for it"
+    held = held if gpus else ""
     if not active:
         return f" Nothing more ends for it; {held}." if held else ""
     said = some_of([_named(lease) for lease in active])
