@@ -72,6 +72,19 @@ class RecentUsage(Noun):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preempts(Noun):
+    """What ends so that a request can start."""
+
+    leases: tuple[str, ...]
+    """Ids of the leases that have been told to end and have not; empty once all have ended."""
+    by: datetime
+    """When they end at the latest, but for what SIGKILL does not end."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that are held for the request, also of those that are still leased; empty where they are held
+    no longer, as they did not come in time or one is reserved for others, or as a lease keeps its own after all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Noun):
     """Why a request has no GPUs: for now, or forever."""
 
@@ -101,6 +114,8 @@ class Explanation(Noun):
     behind: tuple[str, ...] = ()
     """Older requests for which free GPUs are held that this one could use, or for which GPUs of their common user's
     limit are kept."""
+    preempts: Preempts | None = None
+    """Which leases end so that this request can start; null where none do."""
     recent_usage: tuple[RecentUsage, ...] = ()
     """Of its user, and of up to 3 users with less, whose requests go before it for that; empty unless queued."""
     after: tuple[str, ...] = ()

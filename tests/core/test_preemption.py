@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.errors import LeaseLost
+from gpulease_protocol.explanation import Preempts
 from gpulease_protocol.model import Demand, EndReason, GpuState, JobState, Lease, LeaseState, Priority
 from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
 from gpulease_server.core.calendar import END_MARGIN_S
@@ -98,6 +99,10 @@ def why(here: World, lease_id: str) -> str:
 
 def ends_in_s(here: World, lease: Lease) -> float | None:
     return lease_view(here.ledger, here.ledger.leases[lease.id], here.now, here.policy).ends_in_s
+
+
+def preempts(here: World, lease: Lease) -> Preempts | None:
+    return explain(here.ledger, here.ledger.leases[lease.id], here.now, here.policy).preempts
 
 
 def preempted_ids(here: World) -> list[str | None]:
@@ -384,7 +389,10 @@ def test_gpus_of_the_set_that_do_not_come_are_held_for_a_bounded_time() -> None:
     small = ask(here, 1, user="eve")
     assert state(here, small) is LeaseState.QUEUED
     assert "GPUs 0, 1 of a are held for it" in why(here, waits.id)
+    told = here.ledger.preemptions[waits.id].preempt_at
+    assert preempts(here, waits) == Preempts(leases=(of(here, jobs[1]).job.lease_id,), by=told, gpus=(uuid(0), uuid(1)))
     here.pass_time(15.0)
+    assert preempts(here, waits) == Preempts(leases=(of(here, jobs[1]).job.lease_id,), by=told)
     assert "GPUs 0, 1 of a are no longer held for it" in why(here, waits.id)
     assert state(here, small) is LeaseState.ACTIVE
     assert state(here, waits) is LeaseState.QUEUED

@@ -15,7 +15,7 @@ from gpulease_server.core.explain.gang_nodes import describe_readiness, node_rea
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
 from gpulease_server.core.explain.order_reasons import describe_place, recent_usage
-from gpulease_server.core.explain.preemptions import describe_preemption, describe_victim
+from gpulease_server.core.explain.preemptions import describe_preemption, describe_victim, preempted_for
 from gpulease_server.core.explain.reserved_gpus import calendar_obstacles
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order import position as place_in_queue
@@ -54,8 +54,7 @@ def explain(
         named = describe_places(lease.gpus) if lease.members else describe_gpus([gpu.index for gpu in lease.gpus])
         connected = describe_connections(ledger, lease.demand, lease.gpus) + describe_run_ahead(ledger, record)
         return Explanation(verdict="granted", sentence=f"Granted: {named}.{connected}{notes}")
-    unmet = dependencies.waits_for(ledger, record)
-    if unmet:
+    if unmet := dependencies.waits_for(ledger, record):
         sentence = f"Not now: {dependencies.describe(unmet)}; then it joins the queue."
         return Explanation(verdict="not_now", sentence=sentence, after=tuple(one.job for one in unmet))
     reservations = reservations_before(ledger, record, now, policy) if reservations is None else reservations
@@ -68,8 +67,7 @@ def explain(
     unread = {gpu.device.uuid for gpu in placed.gpus} if isinstance(placed, NeedsReading) else set()
     found = limit_obstacles(ledger, lease, gpus_left) | calendar_obstacles(reservations.users, lease, ledger, closed)
     for gpu in ledger.gpus.values():
-        item = obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy)
-        if item is not None:
+        if (item := obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy)) is not None:
             found.setdefault(item.uuid, item)
     obstacles = tuple(sorted(found.values(), key=lambda item: (item.node, item.index)))
     nodes = node_readiness(ledger, lease.demand, reserved_for_older, unread, now, policy, closed)
@@ -80,15 +78,16 @@ def explain(
         sentence = f"Never: asked for {asked}. {why_never(ledger, lease.demand)} {describe_nodes(ledger)}"
         return Explanation(verdict="never", sentence=sentence, position=position, obstacles=obstacles, nodes=nodes)
     # Asks the GPU, not `item.code`: `too_little_memory` may be for now or for good.
-    in_the_way = [item for item in obstacles if mismatch(lease.demand, ledger.gpus[item.uuid]) is None]
-    said = [describe_unconnected(ledger, lease.demand, {item.uuid for item in obstacles})]
-    said += list(dict.fromkeys(item.sentence for item in in_the_way))[:16]
+    in_the_way = [item.sentence for item in obstacles if mismatch(lease.demand, ledger.gpus[item.uuid]) is None]
+    unconnected = describe_unconnected(ledger, lease.demand, {item.uuid for item in obstacles})
+    said = [unconnected, *list(dict.fromkeys(in_the_way))[:16]]
     details = " ".join(filter(None, said)) or (JUST_FREE if ledger.gpus else NONE_REPORTED)
     notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
     bypass_count, first_bypass_s = ledger.bypasses.get(lease.id, (0, now.mono_s))
     bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy)
     bypassed = bypassed + describe_times(reservations, record, position, start_known) if stays_queued else ""
-    ready = describe_readiness(lease.demand, nodes) + describe_preemption(reservations, record)
+    preempts = preempted_for(reservations, record)
+    ready = describe_readiness(lease.demand, nodes) + describe_preemption(ledger, record, preempts)
     return Explanation(
         verdict="not_now",
         sentence=f"Not now: asked for {asked}{queued}.{bypassed}{ready} {details}{notes}",
@@ -96,6 +95,7 @@ def explain(
         passed=bypass_count if stays_queued else None,
         passed_s=now.mono_s - first_bypass_s if bypass_count and stays_queued else None,
         held=held,
+        preempts=preempts,
         recent_usage=usage,
         behind=tuple(dict.fromkeys(item.lease_id for item in obstacles if item.code == "claimed" and item.lease_id)),
         obstacles=obstacles,

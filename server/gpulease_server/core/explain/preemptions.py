@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from gpulease_protocol.explanation import Preempts
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.ledger import Ledger
@@ -14,22 +17,28 @@ from gpulease_server.core.wording import describe_places, some_of
 MAY_END = " It is preemptible: after a notice, it may end for the first request that waits."
 
 
-def describe_preemption(reservations: Reservations, record: LeaseRecord) -> str:
-    """What ends so that a request can start, after a space; empty where nothing does."""
+def preempted_for(reservations: Reservations, record: LeaseRecord) -> Preempts | None:
+    """What ends so that a request can start; None where nothing does."""
     ledger = reservations.ledger
     one = ledger.preemptions.get(record.lease.id)
     if one is None:
-        return ""
+        return None
+    active = tuple(lease.id for lease in _active(ledger, one.victims))
     is_held = any(held is one for held, _ in preemptions_held(reservations))
-    known = (ledger.leases.get(lease_id) for lease_id in one.victims)
-    active = [found.lease for found in known if found is not None and found.lease.state is LeaseState.ACTIVE]
-    gpus = [ledger.gpus[uuid].device for uuid in one.gpus if uuid in ledger.gpus]
-    held = f"{describe_places(gpus)} {'is' if len(gpus) == 1 else 'are'} {'' if is_held else 'no longer '}held for it"
-    held = held if gpus else ""
-    if not active:
+    return Preempts(leases=active, by=one.preempt_at, gpus=one.gpus if is_held else ())
+
+
+def describe_preemption(ledger: Ledger, record: LeaseRecord, preempts: Preempts | None) -> str:
+    """The same in words, after a space. `preempts`: what `preempted_for` says."""
+    if preempts is None:
+        return ""
+    gpus = [ledger.gpus[uuid].device for uuid in ledger.preemptions[record.lease.id].gpus if uuid in ledger.gpus]
+    verb = f"{'is' if len(gpus) == 1 else 'are'} {'' if preempts.gpus else 'no longer '}held for it"
+    held = f"{describe_places(gpus)} {verb}" if gpus else ""
+    if not preempts.leases:
         return f" Nothing more ends for it; {held}." if held else ""
-    said = some_of([_named(lease) for lease in active])
-    return f" It preempts {said}, by {one.preempt_at:%Y-%m-%d %H:%M:%S} UTC{'; ' + held if held else ''}."
+    said = some_of([_named(lease) for lease in _active(ledger, preempts.leases)])
+    return f" It preempts {said}, by {preempts.by:%Y-%m-%d %H:%M:%S} UTC{'; ' + held if held else ''}."
 
 
 def describe_victim(ledger: Ledger, record: LeaseRecord, policy: Policy) -> str:
@@ -46,6 +55,11 @@ def describe_victim(ledger: Ledger, record: LeaseRecord, policy: Policy) -> str:
         whom = f", so that {asked.id} of user {asked.holder.user} with priority {asked.demand.priority} can start"
     back = " Its job is queued again, at its old place." if job is not None else ""
     return f" It ends by {at:%Y-%m-%d %H:%M:%S} UTC, preempted{whom}.{back}"
+
+
+def _active(ledger: Ledger, ids: Iterable[str]) -> list[Lease]:
+    known = (ledger.leases.get(lease_id) for lease_id in ids)
+    return [found.lease for found in known if found is not None and found.lease.state is LeaseState.ACTIVE]
 
 
 def _preemption_of(ledger: Ledger, lease: Lease) -> Preemption | None:

@@ -3,13 +3,10 @@
 import { duration, ordinal, plain } from "../format.js";
 import { html } from "../html.js";
 import { Trouble, useAnswer } from "../parts/answers.js";
-import { Link, More, User } from "../parts/marks.js";
+import { Link, Moment, More, User } from "../parts/marks.js";
 
 const MAX_OBSTACLES = 200;
 const EVERY_MS = 5000;
-/** The part of the sentence that says who ends for the request, and by when. */
-const PREEMPTS =
-  /It preempts .+?, by [-\d]+ [:\d]+ UTC(; GPUs? .+? held for it)?\.|Nothing more ends for it; .+? held for it\./;
 const VERDICTS = { granted: "Granted.", not_now: "Waiting.", never: "Never.", ended: "Ended." };
 
 /** The daemon's explanation, asked again while it is shown. */
@@ -24,14 +21,27 @@ export function Why({ leaseId, nameOf }) {
   if (value.passed) facts.push(`${newer(value.passed)} started first in the last ${duration(value.passed_s ?? 0)}.`);
   if (value.held.length)
     facts.push(`Reserved for it: GPU ${value.held.slice(0, MAX_OBSTACLES).map(nameOf).join(", ")}.`);
-  const says = value.verdict !== "not_now" || value.obstacles.length === 0;
-  facts.push(says ? plain(value.sentence, 2000) : plain(value.sentence.match(PREEMPTS)?.[0] ?? "", 1000));
+  if (value.verdict !== "not_now" || value.obstacles.length === 0) facts.push(plain(value.sentence, 2000));
   return html`<div class="why"><${Trouble} answer=${answer} />
     <p>${value.verdict !== "granted" && html`<strong>${verdictOf(value)}</strong> `}${facts.filter(Boolean).join(" ")}</p>
-    ${value.behind.length > 0 && html`<p>Behind ${value.behind.slice(0, MAX_OBSTACLES).map((id, at) => html`${at ? ", " : ""}<${Link} view="leases" id=${id} class="id">${id}<//>`)}.</p>`}
+    ${value.preempts && html`<${Preempts} preempts=${value.preempts} nameOf=${nameOf} />`}
+    ${value.behind.length > 0 && html`<p>Behind ${leaseLinks(value.behind)}.</p>`}
     ${value.recent_usage?.length > 0 && html`<${RecentUsage} usages=${value.recent_usage} />`}
     ${value.obstacles.length > 0 && html`<${Obstacles} obstacles=${value.obstacles} />`}
   </div>`;
+}
+
+/** What ends so that the request can start, and what is held for it meanwhile. */
+function Preempts({ preempts: { leases, by, gpus }, nameOf }) {
+  const held = gpus.length ? `Held for it: GPU ${gpus.slice(0, MAX_OBSTACLES).map(nameOf).join(", ")}.` : "";
+  if (!leases.length) return held && html`<p>Nothing more ends for it. ${held}</p>`;
+  return html`<p>It preempts ${leaseLinks(leases)}, by <${Moment} at=${by} />. ${held}</p>`;
+}
+
+function leaseLinks(ids) {
+  return ids
+    .slice(0, MAX_OBSTACLES)
+    .map((id, at) => html`${at ? ", " : ""}<${Link} view="leases" id=${id} class="id">${id}<//>`);
 }
 
 /** What orders the requests of one priority: where groups have a share, their usage first, beside that of users in none. */
