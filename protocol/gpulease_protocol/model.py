@@ -290,7 +290,8 @@ class Lease(Noun):
     ends_in_s: float | None = None
     """In how many seconds from this answer on the first of `ends_at`, `preempt_at` and `reclaim_at` comes, by the
     daemon's own clock: a holder needs no clock that agrees with it. A renewal lasts no longer than this, however long
-    `ttl_s` is. Null without any of them, and for a lease of a job, which is told by SIGTERM."""
+    `ttl_s` is. The last two may still be withdrawn when they come, so 2 s before them and afterwards it is 2: renew
+    again within these. Null without any of them, and for a lease of a job, which is told by SIGTERM."""
     problems: tuple[str, ...] = ()
     """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
     healthy, a node about which nothing is known. Empty unless active."""

@@ -163,6 +163,7 @@ def test_a_lease_without_a_job_hears_of_it_when_it_renews_and_has_the_whole_noti
 
     keep(here, held, (told - here.now.at).total_seconds() - 1.0)
     assert preempt_at(here, held) == told, "the moment is never moved"
+    assert ends_in_s(here, held) == 2.0, "it may still be withdrawn, so the holder asks again"
     assert state(here, held) is LeaseState.ACTIVE
     here.pass_time(2.0)
     assert here.now_of(held).end_reason is EndReason.PREEMPTED

@@ -88,6 +88,8 @@ def test_an_idle_lease_is_told_a_moment_and_ends_after_it() -> None:
     assert "idle, and taken back at" in told
     here.pass_time(left_s - 0.3)
     assert not ended(here, lease), "before its moment"
+    view = lease_view(here.ledger, here.ledger.leases[lease.id], here.now, here.policy)
+    assert view.ends_in_s == 2.0, "it may still be withdrawn, so the holder asks again"
     here.pass_time(SLACK_S + 2)
     assert here.now_of(lease).end_reason is EndReason.RECLAIMED_IDLE
     assert here.now_of(waits).state is LeaseState.ACTIVE

@@ -33,6 +33,8 @@ from gpulease_server.core.wording import describe_processes
 
 READING_FIELDS = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
 """The fields of a GPU that come from its last reading."""
+ASK_AGAIN_S = 2.0
+"""How long a renewal lasts at least while a notice has not been acted on."""
 JOB_VIEW_FIELDS = (
     *(
         "gpu_count",
@@ -90,13 +92,15 @@ def _preempt_at(ledger: Ledger, lease: Lease) -> datetime | None:
 
 
 def _ends_in_s(ledger: Ledger, lease: Lease, now: Instant, end_s: float | None) -> float | None:
-    """How long a lease still lasts, however often it is renewed; None for no end. In tenths of a second, and never too
-    many. `end_s`: when its time or budget ends."""
+    """How long a lease still lasts, however often it is renewed; None for no end. In tenths of a second. `end_s`: when
+    its time or budget ends. A notice may be withdrawn up to its moment and while that is acted on, so a holder that
+    hears of the daemon is told to ask again, and does not give up a lease that goes on."""
     if lease.job_id is not None:
         return None
     notice, waiting = ledger.reclaims.notices.get(lease.id), ledger.preemptions.get(ledger.preempting.get(lease.id, ""))
-    found = (end_s, None if notice is None else notice.at_s, None if waiting is None else waiting.end_s)
-    first_s = min((at_s for at_s in found if at_s is not None), default=math.inf)
+    told = (None if notice is None else notice.at_s, None if waiting is None else waiting.end_s)
+    told_s = [max(at_s, now.mono_s + ASK_AGAIN_S) for at_s in told if at_s is not None]
+    first_s = min([*told_s, math.inf if end_s is None else end_s])
     return None if math.isinf(first_s) else max(0.0, math.floor((first_s - now.mono_s) * 10) / 10)
 
 
