@@ -22,7 +22,7 @@ from bench.requests import CLIENTS, GPUS
 SECONDS, RATE_HZ = 10, 200
 LAYERS = {
     "HTTP: read and write": (
-        "uvicorn/", "httptools", "api/http_limits", "api/auth/peer_credentials", "api/direct_connection",
+        "uvicorn/protocols/", "httptools", "api/http_limits", "api/auth/peer_credentials", "api/direct_connection",
     ),
     "hot path, rules of the middlewares, fair share, waits": (
         "api/hot_path/", "api/middleware/", "api/fair_share", "api/routes/", "api/daemon_state", "api/streams/",
@@ -37,7 +37,7 @@ LAYERS = {
 }  # fmt: skip
 """By layer, what the file of a frame has in its name."""
 LOOP = "event loop"
-"""Where no frame belongs to a layer."""
+"""Where no frame belongs to a layer: uvloop, asyncio."""
 
 
 def profile(running: InstalledDaemon, pattern: str, seconds: int = SECONDS) -> list[tuple[tuple[str, ...], int]]:
