@@ -188,7 +188,7 @@ class JsonLine(logging.Formatter):
             line.setdefault(name, _cleaned(value))
         if record.exc_info:
             line["exception"] = _clean(self.formatException(record.exc_info), 10 * MAX_TEXT)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return _json_text(line)
 
 
 class HumanLine(logging.Formatter):
@@ -221,6 +221,10 @@ class JournalLine(HumanLine):
         """The line, without its end."""
         level = next(word for least, word in JOURNAL_LEVELS if record.levelno >= least)
         return "\n".join(level + line for line in (self.words(record), *self.trace(record)))
+
+
+_json_text = json.JSONEncoder(ensure_ascii=False, default=str).encode
+"""As `json.dumps`, which makes an encoder for each text; that takes as long as the text."""
 
 
 def _at(record: logging.LogRecord) -> datetime:
