@@ -146,11 +146,17 @@ def test_a_job_is_submitted_with_a_form(watched: Watched, running: DaemonProcess
     expect(dialog.get_by_role("button", name="Submit")).to_be_disabled()
     dialog.get_by_label("Command").fill("sh -c 'pwd; echo \"$0\"' 'two words'")
     dialog.get_by_label("GPUs").fill("2")
+    dialog.get_by_label("Priority").select_option("scavenge")
+    expect(dialog.get_by_label("Preemptible")).to_be_disabled()
+    expect(dialog.get_by_label("Preemptible")).to_be_checked()
+    dialog.get_by_label("Priority").select_option("normal")
+    dialog.get_by_label("Preemptible").check()
     dialog.get_by_label("Name").fill("hello")
     dialog.get_by_label("Time limit").fill("10m")
     dialog.get_by_label("Directory").fill(str(tmp_path))
     expect(dialog.locator("code")).to_have_text(
-        f"cd {tmp_path} && gpulease submit -n 2 --name hello --time 10m -- sh -c 'pwd; echo \"$0\"' 'two words'"
+        f"cd {tmp_path} && gpulease submit -n 2 --preemptible --name hello --time 10m"
+        " -- sh -c 'pwd; echo \"$0\"' 'two words'"
     )
     sent: list[str] = []
     page.on("request", lambda asked: sent.append(asked.url) if asked.method == "POST" else None)
@@ -158,6 +164,7 @@ def test_a_job_is_submitted_with_a_form(watched: Watched, running: DaemonProcess
     expect(page.get_by_role("heading", level=1)).to_have_text("hello")
     expect(page.get_by_role("log")).to_contain_text(str(tmp_path))
     expect(page.get_by_role("log")).to_contain_text("two words")
+    expect(page.locator(".pairs")).to_contain_text("Preemptibleit may end, after a notice, for the first request")
     assert len(sent) == 1
     watched.was_good()
 

@@ -9,10 +9,19 @@ import { quoted, seconds, shellWords } from "./shell_words.js";
 
 const LAUNCHERS = ["", "torchrun", "accelerate", "deepspeed", "lightning", "fabric", "plain"];
 const PRIORITIES = ["interactive", "normal", "scavenge"];
-const EMPTY = { command: "", gpus: "1", launcher: "", priority: "normal", name: "", directory: "", timeout: "" };
+const EMPTY = {
+  command: "",
+  gpus: "1",
+  launcher: "",
+  priority: "normal",
+  preemptible: false,
+  name: "",
+  directory: "",
+  timeout: "",
+};
 
 /** The request that a form asks for, and the same in a terminal; or what is wrong with it. @returns {{ body?: any, line?: string, wrong?: string }} */
-export function requestOf({ command, gpus, launcher, priority, name, directory, timeout }) {
+export function requestOf({ command, gpus, launcher, priority, preemptible, name, directory, timeout }) {
   const words = shellWords(command);
   if (words === null) return { wrong: "A quote in the command is not closed." };
   if (!words.length) return { wrong: "" };
@@ -20,11 +29,13 @@ export function requestOf({ command, gpus, launcher, priority, name, directory, 
   if (directory && !directory.startsWith("/")) return { wrong: "The directory begins with /." };
   const timeoutS = timeout ? seconds(timeout) : null;
   if (timeout && timeoutS === null) return { wrong: "The time limit is like 90, 30m, 2h or 1d." };
+  const agrees = preemptible && priority !== "scavenge"; // which says it already
   const body = {
     command: words,
     gpus: Number(gpus),
     ...(launcher && { launcher }),
     ...(priority !== "normal" && { priority }),
+    ...(agrees && { preemptible }),
     ...(name && { name }),
     ...(directory && { working_directory: directory }),
     ...(timeoutS && { timeout_s: timeoutS }),
@@ -33,6 +44,7 @@ export function requestOf({ command, gpus, launcher, priority, name, directory, 
     ...(Number(gpus) === 1 ? [] : ["-n", gpus]),
     ...(launcher ? ["--launcher", launcher] : []),
     ...(priority === "normal" ? [] : ["--priority", priority]),
+    ...(agrees ? ["--preemptible"] : []),
     ...(name ? ["--name", name] : []),
     ...(timeout ? ["--time", timeout.trim()] : []),
   ];
@@ -55,7 +67,7 @@ function Form({ onClose }) {
   const { body, line, wrong } = requestOf(fields);
   const change = (name) => (event) => {
     key.current = newKey(); // it is another job now
-    setFields({ ...fields, [name]: event.target.value });
+    setFields({ ...fields, [name]: event.target.type === "checkbox" ? event.target.checked : event.target.value });
   };
   const submit = async (event) => {
     event.preventDefault();
@@ -80,6 +92,7 @@ function Form({ onClose }) {
         ${text("gpus", "GPUs", { inputmode: "numeric", size: 4 })}
         <label>Launcher <select name="launcher" value=${fields.launcher} onChange=${change("launcher")}>${LAUNCHERS.map((name) => html`<option key=${name} value=${name}>${name || "automatic"}</option>`)}</select></label>
         <label>Priority <select name="priority" value=${fields.priority} onChange=${change("priority")}>${PRIORITIES.map((name) => html`<option key=${name}>${name}</option>`)}</select></label>
+        <label class="tick"><input type="checkbox" name="preemptible" checked=${fields.preemptible || fields.priority === "scavenge"} disabled=${fields.priority === "scavenge"} onChange=${change("preemptible")} title="It may end, after a notice, for the first request that waits; then it is queued again" /> Preemptible</label>
         ${text("name", "Name")}
         ${text("timeout", "Time limit", { placeholder: "2h", size: 6 })}
       </div>
