@@ -122,6 +122,7 @@ def test_limits_of_a_file_may_be_tried(trace: str, tmp_path: Path) -> None:
         (("--trace", "none.csv"), "a trace does not say which GPUs there are"),
         (("--gpus", "two"), "'two' is not NODESxGPUS"),
         (("--as", "ann=urgent"), "'ann=urgent' is not USER=PRIORITY"),
+        (("--preemption",), "there is no option --preemption"),
         (("--max-overtakes", "0"), "must be 1 to"),
         (("--data-dir", "nowhere"), "nowhere/gpulease.db does not exist"),
         (("--since", "2h", "--until", "3h"), "must be before now and before --until"),

@@ -27,8 +27,14 @@ from gpulease_protocol.model import Priority
 from gpulease_server.database_settings import DATABASE_URL, default_database_url
 from gpulease_server.settings import LIMITS, QUEUE, ServeSettings
 
-NOT_REPLAYED = frozenset({"max_observation_age_s", "max_rps_per_user", "max_queue_bytes_per_user"})
-"""Settings of these headings that a replay has no use for."""
+NOT_REPLAYED = frozenset(
+    (
+        *("max_observation_age_s", "max_rps_per_user", "max_queue_bytes_per_user"),
+        *("preemption", "preempt_after_s", "preempt_notice_s"),
+        *("reclaim_idle_interactive_after_s", "idle_command", "idle_after_s", "max_keep_s"),
+    )
+)
+"""Settings of these headings that a replay has no use for, as it ends no lease for another one."""
 RULES = {
     name: declaration
     for name, declaration in declarations(ServeSettings).items()
