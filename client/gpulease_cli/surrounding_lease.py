@@ -76,13 +76,21 @@ class BorrowedLease:
     """Some GPUs of a surrounding lease. As a context: while a command uses them."""
 
     def __init__(
-        self, client: Client, lease: Lease, gpus: tuple[Device, ...], on_lost: Callable[[BorrowedLease], None]
+        self,
+        client: Client,
+        lease: Lease,
+        gpus: tuple[Device, ...],
+        on_lost: Callable[[BorrowedLease], None],
+        on_preempting: Callable[[BorrowedLease], None],
     ) -> None:
+        """`on_lost` is called when the lease has ended, `on_preempting` when it is told to; not for the lease of a job,
+        whose processes are told by its supervisor."""
         self.id = lease.id
         self.gpus = gpus
         self.lost = threading.Event()
         """Set when the lease has ended."""
-        self._client, self._lease, self._on_lost = client, lease, on_lost
+        self._client, self._lease = client, lease
+        self._on_lost, self._on_preempting = on_lost, on_preempting
         self._closed = threading.Event()
 
     def __enter__(self) -> BorrowedLease:
@@ -104,9 +112,12 @@ class BorrowedLease:
         return index_mask.with_index_mask(bound, self.gpus, simulated=simulated)
 
     def _watch(self) -> None:
-        lease, ends_at_s = self._lease, _ends_at_s(self._lease)
+        lease, ends_at_s, preempt_at = self._lease, _ends_at_s(self._lease), None
         with Client.for_destination(self._client.destination) as client:
             while not self._closed.is_set() and lease.state is LeaseState.ACTIVE:
+                if lease.preempt_at not in (None, preempt_at) and lease.job_id is None:
+                    self._on_preempting(self)
+                preempt_at = lease.preempt_at
                 if (left_s := ends_at_s - time.monotonic()) <= 0:
                     break
                 call: Any = endpoints.lease(self.id, min(POLL_S, left_s / 2), LeaseState.ACTIVE)

@@ -138,14 +138,16 @@ def test_a_command_whose_lease_is_preempted_gets_sigterm_at_the_notice(daemon, t
 
 def test_a_command_in_a_lease_ends_when_that_was_told_to_end_though_no_daemon_answers(daemon: FakeDaemon) -> None:
     daemon.new_lease({})
-    daemon.only_lease()["ends_in_s"] = 0.5
+    daemon.only_lease().update(ends_in_s=0.5, preempt_at="2026-01-01T12:00:00Z")
     with Client(daemon.url) as client:
         lease = client.lease_by_id("L-1")
         daemon.stop()
         lost: list[BorrowedLease] = []
-        with BorrowedLease(client, lease, lease.gpus, lost.append) as borrowed:
+        told: list[BorrowedLease] = []
+        with BorrowedLease(client, lease, lease.gpus, lost.append, told.append) as borrowed:
             assert borrowed.lost.wait(30)
             wait_until(lambda: lost == [borrowed])
+        assert told == [borrowed], "once, as it learns of it"
 
 
 def test_processes_left_behind_by_a_command_stay(daemon: FakeDaemon, tmp_path: Path, rank) -> None:

@@ -108,6 +108,22 @@ def test_a_job_goes_on_from_its_old_place_before_those_of_its_priority_and_nothi
     assert preempted_ids(here)[1:] == [other.id], "the second firm one is the first that waits"
 
 
+def test_explain_says_of_what_is_preemptible_that_it_is_spared() -> None:
+    here = world(gpus=2)
+    assert "ends for no one: with a `ttl_s` of over 15 minutes" in why(here, opted_in(here, ttl_s=901.0).id)
+    job_id = job(here, **OPEN)
+    for _ in range(2):
+        assert "it may end for the first request that waits" in why(here, of(here, job_id).job.lease_id)
+        here.pass_time(AFTER_S)
+        waits = ask(here)
+        here.pass_time(2.0)
+        stop(here, job_id)
+        give_back(here, waits)
+        here.report()
+        here.run_job(job_id)
+    assert why(here, of(here, job_id).job.lease_id).endswith(" It is not preempted again, as its job was twice.")
+
+
 def test_the_record_says_what_holds() -> None:
     here = world(gpus=3)
     assert scavenge(here).demand.preemptible is True

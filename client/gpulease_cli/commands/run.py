@@ -236,7 +236,7 @@ def _leased(
     surrounding = None if options["new"] else surrounding_lease(client)
     if surrounding is not None:
         chosen = chosen_gpus(surrounding, gpus, options["devices"])
-        with BorrowedLease(client, surrounding, chosen, process.terminate) as borrowed:
+        with BorrowedLease(client, surrounding, chosen, process.terminate, process.preempt) as borrowed:
             yield borrowed
         return
     devices, node = options["devices"], node_to_ask_for(client, options["node"], must_be_here=True)
@@ -357,7 +357,7 @@ class _ForegroundProcess:
             else:
                 self._pending_signals.append(number)
 
-    def preempt(self, lease: HeldLease) -> None:
+    def preempt(self, lease: HeldLease | BorrowedLease) -> None:
         """Tell the command that its lease ends soon, as a job is told: by SIGTERM, so that it saves a checkpoint."""
         sys.stderr.write(f"gpulease: {lease.id} is preempted: the command gets SIGTERM now, and ends with the lease\n")
         sys.stderr.flush()

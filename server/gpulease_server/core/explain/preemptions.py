@@ -10,11 +10,16 @@ from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.preempted_gpus import preemptions_held
-from gpulease_server.core.preemption_records import Preemption, is_preemptible
-from gpulease_server.core.records import LeaseRecord
+from gpulease_server.core.preemption_records import MAX_PREEMPTED, Preemption, is_preemptible
+from gpulease_server.core.records import JobRecord, LeaseRecord
+from gpulease_server.core.victim_choice import MAX_TTL_S
 from gpulease_server.core.wording import describe_places, some_of
 
 MAY_END = " It is preemptible: after a notice, it may end for the first request that waits."
+PREEMPTED_OFTEN = " It is not preempted again, as its job was twice."
+HEARD_TOO_LATE = (
+    " It is preemptible, but ends for no one: with a `ttl_s` of over 15 minutes its holder would hear of it too late."
+)
 
 
 def preempted_for(reservations: Reservations, record: LeaseRecord) -> Preempts | None:
@@ -47,7 +52,7 @@ def describe_victim(ledger: Ledger, record: LeaseRecord, policy: Policy) -> str:
     job = ledger.live_jobs.get(lease.job_id or "")
     at = job.job.preempt_at if job is not None else None if one is None else one.preempt_at
     if at is None:
-        return MAY_END if policy.preemption and is_preemptible(lease.demand) else ""
+        return _may_end(lease, job) if policy.preemption and is_preemptible(lease.demand) else ""
     waiting = None if one is None else ledger.leases.get(one.lease_id)
     whom = ""
     if waiting is not None:
@@ -55,6 +60,13 @@ def describe_victim(ledger: Ledger, record: LeaseRecord, policy: Policy) -> str:
         whom = f", so that {asked.id} of user {asked.holder.user} with priority {asked.demand.priority} can start"
     back = " Its job is queued again, at its old place." if job is not None else ""
     return f" It ends by {at:%Y-%m-%d %H:%M:%S} UTC, preempted{whom}.{back}"
+
+
+def _may_end(lease: Lease, job: JobRecord | None) -> str:
+    """Whether a preemptible lease may end for others; see `victim_choice.may_be_preempted`."""
+    if job is not None:
+        return PREEMPTED_OFTEN if job.job.preempted >= MAX_PREEMPTED else MAY_END
+    return HEARD_TOO_LATE if lease.ttl_s > MAX_TTL_S else MAY_END
 
 
 def _active(ledger: Ledger, ids: Iterable[str]) -> list[Lease]:

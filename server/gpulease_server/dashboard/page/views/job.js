@@ -134,7 +134,7 @@ function Facts({ job }) {
     ${job.ended_at && html`<${Pair} name="Ended"><${Moment} at=${job.ended_at} /><//>`}
     ${job.timeout_s && html`<${Pair} name="Time limit">${duration(job.timeout_s)}${job.started_at && !job.ended_at ? `, ${duration((Date.parse(job.started_at) - nowMs()) / 1000 + job.timeout_s)} left` : ""}<//>`}
     ${job.priority !== "normal" && html`<${Pair} name="Priority">${plain(job.priority)}<//>`}
-    ${job.preemptible && html`<${Pair} name="Preemptible">it may end, after a notice, for the first request that waits; then it is queued again<//>`}
+    ${job.preemptible && html`<${Pair} name="Preemptible">${job.preempted < 2 ? "it may end, after a notice, for the first request that waits; then it is queued again" : "no more, as it was preempted twice"}<//>`}
     <${Pair} name="Attempts">${job.attempts} of ${(job.retries ?? 0) + 1}<//>
     ${(job.preempt_at || job.preempted > 0) && html`<${Pair} name="Preempted">${job.preempt_at ? html`by <${Moment} at=${job.preempt_at} />, for a request that waits; then it is queued again` : `${preemptedTimes(job)}${job.state === "queued" ? ", and waits again at its old place" : ""}`}<//>`}
     ${job.attempt_history.map((one) => html`<${Pair} key=${one.number} name=${`Attempt ${one.number}`}>${plain(one.reason ?? "", 300)}${one.exit_code === null ? "" : ` Exit code ${one.exit_code}.`}<//>`)}
