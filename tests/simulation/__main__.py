@@ -45,6 +45,7 @@ def simulate(
     priorities: bool = False,
     limits: bool = False,
     budgets: bool = False,
+    token_budgets: bool = False,
     fair_share: bool = False,
     shares: bool = False,
     reservations: bool = False,
@@ -54,16 +55,23 @@ def simulate(
     crowd: bool = False,
     explains: bool = False,
 ) -> Outcome:
-    """One run, on this empty database or on one of its own; with gangs, priorities, limits, budgets, fair share,
-    shares, reservations, preemption, jobs or reclaim where that is said, or a crowd; and explanations of the order."""
+    """One run, on this empty database or on one of its own; with gangs, priorities, limits, budgets, token
+    budgets, fair share, shares, reservations, preemption, jobs or reclaim where that is said, or a crowd; and
+    explanations of the order."""
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
         clients = 24 if priorities else 18 if fair_share else 12 if gangs or reservations else 6
-        clients = 12 if shares or budgets else clients
+        clients = 12 if shares or budgets or token_budgets else clients
         clients = 6 if jobs else 8 if preemption else 10 if reclaim else clients
         how = {"gangs": gangs, "priorities": priorities, "limits": limits, "fair_share": fair_share}
         clients = 16 if crowd else clients
         how |= {"reservations": reservations, "preemption": preemption, "reclaim": reclaim, "crowd": crowd}
-        how |= {"shares": shares, "budgets": budgets, "explains": explains, "jobs": jobs}
+        how |= {
+            "shares": shares,
+            "budgets": budgets,
+            "explains": explains,
+            "jobs": jobs,
+            "token_budgets": token_budgets,
+        }
         return World(seed, steps, place, clients=clients, **how).run()
 
 
@@ -77,6 +85,7 @@ def main() -> int:
     parser.add_argument("--priorities", action="store_true", help="more clients, and requests of each priority")
     parser.add_argument("--limits", action="store_true", help="an administrator sets and removes limits")
     parser.add_argument("--budgets", action="store_true", help="limits of a token and of GPU-hours, too")
+    parser.add_argument("--token-budgets", action="store_true", help="that token has a budget of its own, too")
     parser.add_argument("--fair-share", action="store_true", help="two users, ordered by what they have used")
     parser.add_argument("--shares", action="store_true", help="a group and a user, ordered by what they have used")
     parser.add_argument("--reservations", action="store_true", help="an administrator reserves GPUs, and cancels that")
@@ -94,6 +103,7 @@ def main() -> int:
             "priorities",
             "limits",
             "budgets",
+            "token_budgets",
             "fair_share",
             "shares",
             "reservations",

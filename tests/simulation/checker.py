@@ -23,6 +23,7 @@ answer came. `what` says which kind of line it is:
               interactive_gpus                  so many pass it then; GPUs of a user by interactive requests, 0: any
     passes    max_bypass, max_overtakes,        as often newer ones pass on one node, and so many are granted by
               priorities, interactive_gpus      priority until the oldest goes first; not where usage orders
+    token budget  token_id, max_gpus, ...       what may be held with a bearer token: see `budget_rules.py`
     preemption  after_s                         leases end for others after so many seconds at least
     submitted   job_id, sent_s                  a job was made, that was first asked for then: see `job_rules.py`
     reclaim   after_s, notice_s, priority       leases of this priority give GPUs back that were idle for so long, at
@@ -48,6 +49,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation.budget_rules import budgets_are_never_passed
 from tests.simulation.explained_rules import order_is_as_explained
 from tests.simulation.hour_rules import hours_are_never_passed
 from tests.simulation.job_rules import (
@@ -1156,6 +1158,7 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "no one acts for another user (15)": no_one_acts_for_another,
     "one user's queue is bounded (15)": queue_is_bounded,
     "limits are never passed (15)": limits_are_never_passed,
+    "budgets of tokens are never passed (15)": budgets_are_never_passed,
     "reservations are never crossed (4)": reservations_are_never_crossed,
     "only what opted in is preempted (7)": only_what_opted_in_is_preempted,
     "nothing is preempted before the minimum (7)": preempted_after_the_minimum,

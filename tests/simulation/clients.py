@@ -144,7 +144,7 @@ class PlayedClient:
     async def _wait(self, key: str, lease: Line, queued_s: float) -> tuple[Line | None, float]:
         """The lease once it is granted or has ended, and when the last call was sent that found it queued."""
         while lease["state"] == "queued":
-            if self.world.happens(0.01):
+            if self._may_wait_for_a_day() or self.world.happens(0.01):
                 self._give_up(key)
                 return None, queued_s
             if self.world.happens(0.015):
@@ -170,13 +170,19 @@ class PlayedClient:
                 await asyncio.sleep(0.01)
         return lease, queued_s
 
+    def _may_wait_for_a_day(self) -> bool:
+        """True now and then, once everything is calm, for one whose token's hours may be used until the next day."""
+        is_calm = self.world.token_budgets and self.bearer is not None and self.world.calm
+        return is_calm and self.world.chance.random() < 0.2
+
     async def _hold(self, lease: Line, trusted_from: float) -> None:
         """Use the GPUs, renew, give back; or forget some of it."""
         world, chance = self.world, self.world.chance
         may_end = (world.preemption and lease["demand"]["preemptible"]) or (
             world.reclaim and lease["demand"]["priority"] == "interactive"
         )
-        until_s = world.now_s + chance.expovariate(0.04 if may_end and not world.calm else 0.6)
+        is_long = may_end or (world.token_budgets and self.bearer is not None)
+        until_s = world.now_s + chance.expovariate(0.04 if is_long and not world.calm else 0.6)
         trusted_until_s = trusted_from + lease["ttl_s"]
         temper = chance.choice(("good", "good", "good", "sleepy", "sleepy", "dies", "wrong"))
         temper = "good" if may_end else temper
@@ -323,7 +329,7 @@ class LimitSetter:
             place = chance.choice(list(places))
             numbers: dict[str, float] = {"max_gpus": chance.randint(4, 5), "max_leases": chance.randint(1, 3)}
             chosen = dict(chance.sample(sorted(numbers.items()), chance.randint(1, 2)))
-            if self.world.budgets and chance.random() < 0.7:
+            if self.world.budgets and chance.random() < (0.2 if self.world.token_budgets else 0.7):
                 chosen["gpu_hours"] = chance.choice((0.0002, 0.0005, 0.001))
                 chosen["window_s"] = chance.choice((2, 5, 20)) * SHORTER
             body = {**chosen, "members": places[place]} if places[place] else chosen

@@ -440,6 +440,29 @@ def _without_limits_of(kind: LimitKind) -> Patches:
     return [(f"{CORE}.user_limits.UserUsage.applied", of_others)]
 
 
+def ignore_hours_of_the_day() -> Patches:
+    """The GPU-hours a day of a token are counted, and keep no request out."""
+    return [(f"{CORE}.token_budgets._left_s", lambda _: None)]
+
+
+def forget_hours_of_the_day() -> Patches:
+    """After a restart nothing of a token's GPU-hours a day is used."""
+    load = Store.load
+
+    def unused(self: Store) -> Ledger:
+        ledger = load(self)
+        for record in list(ledger.budgets.values()):
+            ledger.apply(replace(record, used_s=0.0))
+        return ledger
+
+    return [("gpulease_server.store.ledger_store.Store.load", unused)]
+
+
+def outlast_budgets() -> Patches:
+    """The budget of a token keeps requests out, and ends no lease."""
+    return [(f"{CORE}.decide.spent_leases", lambda *_: ())]
+
+
 def any_order() -> Patches:
     """Priorities are written down and not obeyed."""
     return [(f"{CORE}.demand_classes.rank_of", lambda *_: 1), (f"{CORE}.order.choose_first", lambda *_: None)]
@@ -702,6 +725,9 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         ignore_gpu_hours,
         ignore_limits_of_tokens,
         ignore_limits_of_groups,
+        ignore_hours_of_the_day,
+        forget_hours_of_the_day,
+        outlast_budgets,
         grant_what_is_reserved,
         anyone_may_release,
         any_order,
@@ -758,6 +784,8 @@ OF_LIMITS = ("grant_over_limits", "interactive_without_limit", "run_ahead_of_own
 """Those that only show where limits are set."""
 OF_BUDGETS = ("ignore_gpu_hours", "ignore_limits_of_tokens", "ignore_limits_of_groups")
 """Those that only show where GPU-hours are limited, or a token."""
+OF_TOKEN_BUDGETS = ("ignore_hours_of_the_day", "forget_hours_of_the_day", "outlast_budgets")
+"""Those that only show where a token has a budget."""
 OF_RESERVATIONS = ("grant_what_is_reserved",)
 """Those that only show where GPUs are reserved."""
 OF_PREEMPTION = ("preempt_anyone", "preempt_in_turns", "preempt_at_once", "preempt_for_others")

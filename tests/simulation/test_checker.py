@@ -567,6 +567,29 @@ def starves_behind_higher_priorities(run: Run) -> None:
     newer_ones_pass(run, 3, "interactive")
 
 
+def token_budget(run: Run, **what: float) -> None:
+    """A and B are of a token with this budget; a day ends between the two."""
+    whole = {"max_gpus": 4, "max_lease_s": 60.0, "most_s": 1000.0, "least_s": 1.0, "midnight_s": 4.05}
+    run.lines.append({"what": "token budget", "at_s": 0.0, "token_id": "t", **whole, **what})
+    for name in ("A", "B"):
+        holder = {"label": name.lower(), "user": "root", "token_id": "t"}
+        run.lines.append({"what": "listed", "at_s": 20.0, "lease": lease(name, "ended", 1, holder=holder)})
+
+
+def over_the_gpus_of_a_budget(run: Run) -> None:
+    token_budget(run, max_gpus=1)
+
+
+def over_the_hours_of_a_day(run: Run) -> None:
+    token_budget(run, most_s=6.5, midnight_s=100.0)
+
+
+def a_lease_goes_on_without_a_budget(run: Run) -> None:
+    token_budget(run, max_lease_s=1.0)
+    run.log[2:2] = [event("gpu.foreign", 1.5 + number / 2, gpus=["g9"]) for number in range(6)]
+    run.renumber()
+
+
 def order_was_explained(run: Run, behind: tuple[str, ...] = ("Z",), place: int = 1) -> None:
     """B is told that Z, which asks for two GPUs, is before it; then B gets one of the two that are free."""
     order = {"max_bypass": 0, "max_overtakes": 1, "priorities": False, "interactive_gpus": 0}
@@ -677,6 +700,9 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("limits are never passed (15)", over_a_limit),
     ("limits are never passed (15)", over_a_limit_of_a_token),
     ("limits are never passed (15)", over_gpu_hours),
+    ("budgets of tokens are never passed (15)", over_the_gpus_of_a_budget),
+    ("budgets of tokens are never passed (15)", over_the_hours_of_a_day),
+    ("budgets of tokens are never passed (15)", a_lease_goes_on_without_a_budget),
     ("reservations are never crossed (4)", crosses_a_reservation),
     ("only what opted in is preempted (7)", preempts_what_did_not_opt_in),
     ("only what opted in is preempted (7)", preempts_for_what_opted_in),
@@ -737,6 +763,16 @@ def test_a_higher_priority_goes_before_a_job_that_was_preempted_once(times: int,
     job_is_preempted(run, times, priority=priority)
 
     assert "a job that was preempted keeps its place (8)" not in judge(run)
+
+
+@pytest.mark.parametrize("what", [{"most_s": 6.5}, {"max_lease_s": 1.0}])
+def test_each_day_has_its_own_gpu_hours_and_a_lease_may_go_on_while_no_daemon_records_anything(
+    what: dict[str, float],
+) -> None:
+    run = Run()
+    token_budget(run, **what)
+
+    assert check(run.log, run.lines) == []
 
 
 def test_a_reclaim_passes() -> None:

@@ -20,7 +20,7 @@ KINDS_ELSEWHERE = {
     "gpu.foreign_over": "tests/core/test_whose_process.py",
     "gpu.gone": "tests/core/test_draining.py",
     "job.*": "tests/core/test_nodes_and_jobs.py; jobs are submitted with `jobs` alone",
-    "lease.budget_spent": "tests/core/test_token_budgets.py; no token of the simulated clients has a budget",
+    "lease.budget_spent": "tests/core/test_token_budgets.py; a simulated token has a budget with `token_budgets` alone",
     "lease.revoked": "tests/core/test_user_limits.py; the simulated administrator revokes nothing",
     "lease.kept": "tests/core/test_keep.py; the simulated clients keep nothing on purpose, but with `reclaim`",
     "lease.preempted": "tests/core/test_preemption.py",

@@ -19,6 +19,7 @@ from tests.simulation.mutations import (
     OF_RECLAIM,
     OF_RESERVATIONS,
     OF_SHARES,
+    OF_TOKEN_BUDGETS,
     mutated,
 )
 
@@ -46,6 +47,8 @@ LOOK_FIRST = {
     "no_bypass_counts": 21,
     "explain_behind_by_arrival": 4,
     "ignore_gpu_hours": 2,
+    "ignore_hours_of_the_day": 2,
+    "forget_hours_of_the_day": 2,
     "no_place_is_kept": 4,
     "measure_by_the_wall": 4,
     "show_before_commit": 6,
@@ -115,6 +118,15 @@ def test_every_promise_is_kept_while_gpu_hours_and_a_token_are_limited() -> None
     assert min(sum(what in reason for reason in limits) for what in ("token ", "GPU-hours")) > 1
     listed = (line["lease"] for line in outcome.lines if line["what"] == "listed")
     assert sum(lease["holder"]["token_id"] is not None and lease["token"] is not None for lease in listed) > 5
+
+
+@pytest.mark.budget(30)
+def test_every_promise_is_kept_while_a_token_has_a_budget() -> None:
+    outcome = simulate(19, steps=1000, token_budgets=True)
+
+    assert outcome.complaints == [], "19 --steps 1000 --token-budgets"
+    spent = [event["reason"] for event in outcome.log if event["kind"] == "lease.budget_spent"]
+    assert all(any(what in reason for reason in spent) for what in ("may last are over", "GPU-hours a day"))
 
 
 @pytest.mark.budget(30)
@@ -206,6 +218,7 @@ def place_of(name: str) -> dict[str, bool]:
         "gangs": name in OF_GANGS,
         "limits": name in OF_LIMITS,
         "budgets": name in OF_BUDGETS,
+        "token_budgets": name in OF_TOKEN_BUDGETS,
         "priorities": name in OF_PRIORITIES,
         "fair_share": name in OF_FAIR_SHARE,
         "shares": name in OF_SHARES,
@@ -311,6 +324,15 @@ def test_every_promise_is_kept_with_budgets_for_long(seed: int) -> None:
     outcome = simulate(seed, budgets=True)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed} --budgets"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2680, 2710))
+def test_every_promise_is_kept_while_a_token_has_a_budget_for_long(seed: int) -> None:
+    outcome = simulate(seed, token_budgets=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --token-budgets"
 
 
 @pytest.mark.soak

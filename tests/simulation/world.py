@@ -79,6 +79,9 @@ MAX_QUEUED = 20
 """Requests of one user that may wait: more than those of all others together."""
 PREEMPT_AFTER_S = 3.0
 """For so long a lease holds its GPUs at least before it is preempted."""
+DAY_ENDS_S, LEAST_S = 25.0, 1.0
+"""With token budgets: when the first day ends, and for how long a grant lasts at least, in place of a minute."""
+BUDGET = {"max_gpus": 4, "max_lease_s": 5.0, "gpu_hours_per_day": 0.01}
 RECLAIM_AFTER_S, RECLAIM_NOTICE_S, RECLAIM_CHECK_S = 1.5, 0.8, 0.5
 """After so much idle time GPUs are taken back, so long after a notice at least; and how often that is looked at. The
 notice is shorter than any `ttl_s` there: who does not hear of it trusts the lease for longer."""
@@ -149,9 +152,9 @@ class PlayedStore(Store):
 class PlayedTokens(BearerTokens):
     """One bearer token, of root."""
 
-    def __init__(self, store: Store, writer: Writer) -> None:
+    def __init__(self, store: Store, writer: Writer, budget: dict[str, Any]) -> None:
         super().__init__(store, writer)
-        token = BearerToken(id=TOKEN_ID, user="root", uid=0, role=Role.USER, created_at=NOON)
+        token = BearerToken(id=TOKEN_ID, user="root", uid=0, role=Role.USER, created_at=NOON, **budget)
         self._records = {TOKEN_ID: BearerTokenRecord(token=token, hash=hashlib.sha256(BEARER.encode()).hexdigest())}
         self._authoritative = True
 
@@ -169,7 +172,7 @@ class PlayedDaemon:
             writer=writer, store=self.store, tickets=DesiredStateTickets(), recorder=recorder, host="here"
         )
         if world.budgets:
-            self.parts.bearer_tokens = PlayedTokens(self.store, writer)
+            self.parts.bearer_tokens = PlayedTokens(self.store, writer, BUDGET if world.token_budgets else {})
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.spawn(writer.run())
         self.spawn(recorder.run())
@@ -203,7 +206,8 @@ class World:
     `gangs` there are two nodes more, and clients that renew ask for GPUs on one to four nodes; with `priorities` they
     ask with all of these; with `limits` an administrator sets and removes limits, and with both a part of the clients
     are of another user, for whom none are set. With `budgets` there are limits of GPU-hours, too, and of a bearer token
-    that half of the clients send; no one sets the clock. With `fair_share` usage orders the requests of two users, of
+    that half of the clients send; no one sets the clock. With `token_budgets` that token has a budget, too, and a day
+    ends soon; who sends it holds GPUs for long. With `fair_share` usage orders the requests of two users, of
     whom one asks for single GPUs, on one node; only the daemon and the network fail. With `shares` it orders those of a
     group and of a user in none, all of whose times are short; one user asks in parts, and one withdraws and asks again.
     With `reservations` an administrator reserves GPUs for one of two users, and a part of the requests declares a time.
@@ -228,6 +232,7 @@ class World:
         priorities: bool = False,
         limits: bool = False,
         budgets: bool = False,
+        token_budgets: bool = False,
         fair_share: bool = False,
         shares: bool = False,
         reservations: bool = False,
@@ -237,6 +242,7 @@ class World:
         crowd: bool = False,
         explains: bool = False,
     ) -> None:
+        budgets = budgets or token_budgets
         fair_share, preemption = fair_share or shares, preemption or jobs
         self.chance = random.Random(seed)
         self.steps = steps
@@ -285,6 +291,8 @@ class World:
         self.gangs = gangs
         self.limits = limits or budgets
         self.budgets = budgets
+        self.token_budgets = token_budgets
+        self.noon = NOON + timedelta(hours=12, seconds=-DAY_ENDS_S) if token_budgets else NOON
         self.reservations = reservations or crowd
         sizes = (
             (("a", 4),)
@@ -382,7 +390,7 @@ class World:
 
     def wall(self, zone: tzinfo | None = UTC) -> datetime:
         """What the wall clock shows."""
-        return (NOON + timedelta(seconds=self.now_s - START_S + self.jump_s)).astimezone(zone)
+        return (self.noon + timedelta(seconds=self.now_s - START_S + self.jump_s)).astimezone(zone)
 
     async def _operate(self) -> None:
         """Kill the daemon now and then, hold it up, set the clock, and start it again whenever it is down."""
@@ -455,6 +463,9 @@ class World:
         if self.shares:
             rules = {"half_life_s": HALF_LIFE_S, "entry_s": ENTRY_S, "lowest_s": LOWEST_S, "recount_s": RECOUNT_S}
             self.see("usage order", groups=SHARES, step=math.log2(1.05), **rules)
+        if self.token_budgets:
+            of_token = BUDGET | {"most_s": BUDGET["gpu_hours_per_day"] * 3600, "least_s": LEAST_S}
+            self.see("token budget", token_id=TOKEN_ID, midnight_s=START_S + DAY_ENDS_S, **of_token)
         if self.preemption:
             self.see("preemption", after_s=PREEMPT_AFTER_S)
         if self.reclaim:
@@ -502,7 +513,9 @@ class World:
         return found
 
     def _short_times(self) -> Iterator[tuple[str, float]]:
-        """What counts as long of usage, and what as much."""
+        """What counts as long of usage and of budgets, and what as much."""
+        if self.token_budgets:
+            yield "token_budgets.MIN_USE_S", LEAST_S
         if self.shares:
             yield from (("usage.ENTRY_S", ENTRY_S), ("usage.LOWEST_S", LOWEST_S), ("group_usage.LOWEST_S", LOWEST_S))
             yield from (("fair_share.RECOUNT_S", RECOUNT_S), ("fair_share.NOTHING_S", 0.0))
