@@ -551,6 +551,11 @@ def explain_by_arrival() -> Patches:
     return [(f"{CORE}.explain.explain.place_in_queue", Ledger.position_by_arrival)]
 
 
+def explain_without_usage() -> Patches:
+    """The place in the queue that is told leaves out what users and groups have used, which orders all the same."""
+    return [(f"{CORE}.explain.explain.place_in_queue", Ledger.position_by_arrival)]
+
+
 def explain_behind_by_arrival() -> Patches:
     """Who waits is said to be behind all who have waited longer."""
 
@@ -734,6 +739,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         never_the_oldest,
         always_by_age,
         explain_by_arrival,
+        explain_without_usage,
         explain_behind_by_arrival,
         no_bypass_counts,
         no_place_is_kept,
@@ -768,7 +774,7 @@ OF_GANGS = ("one_node_fewer", "look_at_one_node", "token_for_each_node", "end_on
 """Faults that only show where there are gangs."""
 
 
-OF_EXPLANATIONS = ("explain_by_arrival", "explain_behind_by_arrival")
+OF_EXPLANATIONS = ("explain_by_arrival", "explain_without_usage", "explain_behind_by_arrival")
 """Faults that only show where someone has the order explained."""
 OF_PRIORITIES = (
     "explain_by_arrival",
@@ -803,7 +809,7 @@ OF_FAIR_SHARE = ("no_place_is_kept",)
 """Those that only show where usage orders."""
 OF_SHARES = (
     *("charge_each_lease_alike", "forget_short_leases", "keep_entry_charges", "asked_again_keeps_its_place"),
-    *("ignore_groups", "members_before_groups"),
+    *("ignore_groups", "members_before_groups", "explain_without_usage"),
 )
 """Those that only show where groups share, or what is short counts."""
 

@@ -515,6 +515,22 @@ def a_group_that_has_used_more_goes_first(run: Run) -> None:
     run.renumber()
 
 
+def usage_was_explained(run: Run, place: int = 2) -> None:
+    """B, whose user has used less, is told its place; C is of the group of A and has the other one."""
+    usage_orders(run)
+    run.find(what="usage order")["groups"] = {"vision": 0.5}
+    run.log.insert(3, event("lease.queued", 1.5, lease_id="C"))
+    run.log.append(event("lease.ended", 9.9, lease_id="C", reason="cancelled"))
+    run.lines = [line for line in run.lines if line["what"] != "event"]
+    said = {"B": {"position": place, "behind": []}, "C": {"position": 3 - place, "behind": []}}
+    run.lines.append({"what": "explained", "sent_s": 21.5, "at_s": 21.5, "said": said})
+    run.renumber()
+
+
+def was_told_to_come_after_a_group_that_has_used_more(run: Run) -> None:
+    usage_was_explained(run)
+
+
 def _run_ahead(run: Run, time_s: float, *, a_time_s: float | None, users: str = "abz") -> None:
     """A has g1 for so long, and B waits for two GPUs. Z gets g2 meanwhile. `users`: whose A, B and Z are."""
     asks: dict[str, Line] = {"A": {"time_s": a_time_s}, "B": {"count": 2}, "Z": {"time_s": time_s}}
@@ -654,6 +670,7 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("groups and users that have used less go first (8)", a_group_that_has_used_more_goes_first),
     ("the order is as explained (8)", goes_before_whom_it_was_said_to_be_behind),
     ("the order is as explained (8)", goes_before_who_was_said_to_be_before_it),
+    ("the order is as explained (8)", was_told_to_come_after_a_group_that_has_used_more),
     ("seq without gap or repeat", gap),
     ("what readers were shown stays (6)", event_undone),
     ("a GPU has one holder (1)", two_holders),
@@ -746,6 +763,13 @@ def test_usage_that_was_held_passes() -> None:
     run.lines = [line for line in run.lines if line["what"] != "event"]
     run.renumber()
     run.lines.append({"what": "used", "whose": "group vision", "sent_s": 3.0, "at_s": 3.0, "used_s": 7.865})
+
+    assert check(run.log, run.lines) == []
+
+
+def test_places_by_usage_pass() -> None:
+    run = Run()
+    usage_was_explained(run, place=1)
 
     assert check(run.log, run.lines) == []
 

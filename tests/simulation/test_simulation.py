@@ -46,6 +46,7 @@ LOOK_FIRST = {
     "never_the_oldest": 12,
     "no_bypass_counts": 21,
     "explain_behind_by_arrival": 4,
+    "explain_without_usage": 3,
     "ignore_gpu_hours": 2,
     "ignore_hours_of_the_day": 2,
     "forget_hours_of_the_day": 2,
@@ -191,9 +192,10 @@ def test_every_promise_is_kept_where_usage_orders() -> None:
 
 @pytest.mark.budget(30)
 def test_every_promise_is_kept_where_groups_share() -> None:
-    outcome = simulate(2, steps=600, shares=True)
+    outcome = simulate(2, steps=600, shares=True, explains=True)
 
-    assert outcome.complaints == [], "2 --steps 600 --shares"
+    assert outcome.complaints == [], "2 --steps 600 --shares --explains"
+    assert sum(len(line["said"]) > 1 for line in outcome.lines if line["what"] == "explained") > 20
     whose = {line["whose"] for line in outcome.lines if line["what"] == "used"}
     assert whose == {"user root", "user zoe", "user eve", "group vision"}
 
@@ -348,9 +350,9 @@ def test_every_promise_is_kept_where_usage_orders_for_long(seed: int) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(2500, 2530))
 def test_every_promise_is_kept_where_groups_share_for_long(seed: int) -> None:
-    outcome = simulate(seed, shares=True)
+    outcome = simulate(seed, shares=True, explains=seed % 2 == 0)
 
-    assert outcome.complaints == [], f"python -m tests.simulation {seed} --shares"
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --shares, and --explains for even seeds"
 
 
 @pytest.mark.soak
