@@ -351,9 +351,9 @@ class HeldLease:
         if woke_at < self._ends_at_s:
             return f"No renewal of lease {self.id} succeeded for its ttl of {self._lease.ttl_s:g} s."
         if self._lease.preempt_at is not None:
-            return "It was preempted: a request that waited has its GPUs now."
+            return "It was preempted, so that a request that waited can start."
         if self._lease.reclaim_at is not None:
-            return "Its GPUs were idle, and were taken back for a request that waited."
+            return "Its GPUs were idle, and are taken back for a request that waited."
         return "Its time has passed, or the budget of its token is spent."
 
     def _give_back(self, ended: ProcessId) -> None:

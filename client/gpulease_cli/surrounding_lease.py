@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from gpulease.client import Client
@@ -89,6 +90,8 @@ class BorrowedLease:
         self.gpus = gpus
         self.lost = threading.Event()
         """Set when the lease has ended."""
+        self.preempt_at: datetime | None = None
+        """When the lease ends for a request that waits; None unless it is preempted."""
         self._client, self._lease = client, lease
         self._on_lost, self._on_preempting = on_lost, on_preempting
         self._closed = threading.Event()
@@ -112,12 +115,12 @@ class BorrowedLease:
         return index_mask.with_index_mask(bound, self.gpus, simulated=simulated)
 
     def _watch(self) -> None:
-        lease, ends_at_s, preempt_at = self._lease, _ends_at_s(self._lease), None
+        lease, ends_at_s = self._lease, _ends_at_s(self._lease)
         with Client.for_destination(self._client.destination) as client:
             while not self._closed.is_set() and lease.state is LeaseState.ACTIVE:
-                if lease.preempt_at not in (None, preempt_at) and lease.job_id is None:
+                before, self.preempt_at = self.preempt_at, None if lease.job_id is not None else lease.preempt_at
+                if self.preempt_at not in (None, before):
                     self._on_preempting(self)
-                preempt_at = lease.preempt_at
                 if (left_s := ends_at_s - time.monotonic()) <= 0:
                     break
                 call: Any = endpoints.lease(self.id, min(POLL_S, left_s / 2), LeaseState.ACTIVE)

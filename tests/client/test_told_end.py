@@ -45,7 +45,7 @@ def test_a_lease_is_lost_when_its_notice_is_over_although_no_renewal_fails_for_i
         daemon.fault = lambda line: "503" if "renew" in line else None
         assert one.lost.wait(30)
         daemon.fault = lambda line: None
-    assert one.loss_reason == "It was preempted: a request that waited has its GPUs now."
+    assert one.loss_reason == "It was preempted, so that a request that waited can start."
 
 
 @pytest.mark.parametrize(

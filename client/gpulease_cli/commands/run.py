@@ -322,6 +322,8 @@ class _ForegroundProcess:
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._terminating = False
+        self._told_at_s = float("inf")
+        """When the command was told that its lease is preempted."""
         self._terminated = threading.Event()
         self._survivors: tuple[int, ...] = ()
 
@@ -361,6 +363,7 @@ class _ForegroundProcess:
         """Tell the command that its lease ends soon, as a job is told: by SIGTERM, so that it saves a checkpoint."""
         sys.stderr.write(f"gpulease: {lease.id} is preempted: the command gets SIGTERM now, and ends with the lease\n")
         sys.stderr.flush()
+        self._told_at_s = time.monotonic()
         self.signal(signal.SIGTERM)
 
     def terminate(self, lease: HeldLease | BorrowedLease) -> None:
@@ -371,9 +374,12 @@ class _ForegroundProcess:
                 if not self._started:
                     return
                 self.signal(signal.SIGTERM)
-            end = time.monotonic() + GRACE_S
+            now = time.monotonic()
+            # A command that had the notice of a preemption needs no more time.
+            told_at_s = now if lease.preempt_at is None else min(now, self._told_at_s)
+            end = max(now, told_at_s + GRACE_S)
             # First the command alone: a launcher such as torchrun ends its ranks in its own order.
-            if self._ended.wait(GRACE_S):
+            if self._ended.wait(end - now):
                 process_tree.signal_all(_descendants(), signal.SIGTERM)
                 process_tree.await_end(_descendants, end - time.monotonic())
             self._survivors = tuple(process.pid for process in process_tree.kill_all(_descendants, KILL_S))
