@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gpulease_protocol.explanation import Preempts
 from gpulease_protocol.model import (
     Demand,
     EndReason,
@@ -24,22 +25,25 @@ from gpulease_server.core.happenings import JobSubmitted, SubmittedJob, Ticked
 from gpulease_server.core.preempted_gpus import preemptions_under_way
 from gpulease_server.core.records import NotBefore
 from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
-from tests.core.build import World
+from tests.core.build import World, uuid
 from tests.core.test_elastic_jobs import elastic
 from tests.core.test_preemption import (
     AFTER_S,
     NOTICE_S,
     TTL_S,
     ask,
+    ends_in_s,
     give_back,
     job,
     keep,
     of,
     preempt_at,
     preempted_ids,
+    preempts,
     scavenge,
     state,
     stop,
+    why,
     world,
 )
 from tests.core.topologies import A100_BRIDGES
@@ -69,6 +73,27 @@ def restart(here: World, down_s: float = 0.0) -> None:
         here.ledger.apply(replace(one, end_s=float("inf")))
     here.at_s += down_s
     reset_deadlines(here.ledger, here.now)
+
+
+def test_explain_says_when_a_reservation_has_closed_what_was_held_to_the_request() -> None:
+    here = world(gpus=1)
+    held = scavenge(here, time_s=1000.0)
+    here.pass_time(AFTER_S)
+    waits = ask(here)
+    here.pass_time(1.5)
+    assert "GPU 0 of a is held for it" in why(here, waits.id)
+    assert not isinstance(here.reserve(uuid(0), user="zoe"), Exception)
+    assert "GPU 0 of a is no longer held for it" in why(here, waits.id)
+    assert preempts(here, waits) == Preempts(leases=(held.id,), by=preempt_at(here, held))
+
+
+def test_a_standby_that_does_not_know_when_a_lease_ends_by_its_own_clock_says_no_seconds() -> None:
+    here, held, _ = noticed()
+    assert ends_in_s(here, held) == pytest.approx(left_s(here, held), abs=0.11)
+    for one in list(here.ledger.preemptions.values()):
+        here.ledger.apply(replace(one, end_s=float("inf")))
+    assert ends_in_s(here, held) is None
+    assert preempt_at(here, held) is not None
 
 
 def submit_array(here: World) -> None:
