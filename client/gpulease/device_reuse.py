@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from gpulease.cuda.ordinals import (
     MASK,
@@ -29,6 +29,7 @@ from gpulease.cuda.ordinals import (
 from gpulease.cuda.ranks import FINDER_VARIABLE
 from gpulease.lease import HeldLease
 from gpulease_protocol.errors import InUse, NotNow, UnknownOrdinals
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Device
 
 LOG = logging.getLogger("gpulease")

@@ -7,9 +7,9 @@ from, at the same address, until it executes another program; so it is told from
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from gpulease_protocol.host.process_id import ProcessId, proc_shows_own_pids, stat
+from gpulease_protocol.lazy_dataclass import dataclass
 
 SHELLS = frozenset("sh bash dash ash busybox zsh ksh ksh93 mksh yash fish csh tcsh nu xonsh elvish pwsh osh".split())  # noqa: SIM905
 MAX_ANCESTORS = 32

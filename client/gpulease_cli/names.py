@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gpulease.client import Client
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import InvalidRequest, NotFound
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Gpu, Job
 from gpulease_protocol.status_table import job_label, printable
 from gpulease_protocol.tokens import Role

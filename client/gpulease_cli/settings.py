@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import click
 
 from gpulease_protocol.host import config_file
 from gpulease_protocol.host.config_file import ConfigurationRefused, Entry, Sections
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 
 OF_WORKER = frozenset({"kill_leftovers", "manage_compute_mode"})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from gpulease.client import Client
 from gpulease_protocol.errors import NotFound, Unavailable
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Gpu, Job, JobState, Lease, LeaseState, Node, NodeState
 from gpulease_protocol.reservations import Reservation
 from gpulease_protocol.status_table import printable, render_status, wrapped

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 NAME = re.compile(r"gpulease:([a-z0-9][a-z0-9-]{0,30}):(\d{1,4}):(\d{1,9})")
 POOL = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")

@@ -13,12 +13,12 @@ the worker through a shell, because Ray kills the children of an actor that was 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpulease_fleet.carrier import Carried, CarriedState, EngineUnavailable, Finding, PilotName, SubmitError
 from gpulease_fleet.ray_process import RayProcess
 from gpulease_fleet.worker_script import worker_script
+from gpulease_protocol.lazy_dataclass import dataclass
 
 WAITS = "it waits for a node with so many free GPUs"
 AWAY = (

@@ -9,9 +9,11 @@ import fcntl
 import json
 import os
 import sqlite3
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS carried (

@@ -6,12 +6,12 @@ import getpass
 import os
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from gpulease_fleet.carrier import Carried, CarriedState, EngineUnavailable, Finding, PilotName, SubmitError
 from gpulease_fleet.slurm_doctor import findings
 from gpulease_fleet.slurm_script import SlurmOptions, pilot_script, sbatch_options
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.slurm_duration import parse_slurm_duration
 
 ANSWER_S = 60.0

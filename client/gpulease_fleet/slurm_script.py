@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpulease_fleet.carrier import PilotName
 from gpulease_fleet.worker_script import worker_script
+from gpulease_protocol.lazy_dataclass import dataclass
 
 SIGNAL_BEFORE_S = 30
 """The worker leaves by itself, by the time that is left. This signal is for the case that it could not learn that;

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-from dataclasses import dataclass
 
 from gpulease.client import Client
 from gpulease_protocol import endpoints
@@ -19,6 +18,7 @@ from gpulease_protocol.errors import (
     StaleToken,
 )
 from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Job, Lease, LeaseState
 from gpulease_protocol.requests import JobRequest, LeaseRequest
 from gpulease_protocol.tokens import Identity

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.noun import Noun
 
 

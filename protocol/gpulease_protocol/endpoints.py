@@ -10,7 +10,7 @@ A call imports what only it needs: to make the classes of all bodies and answers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast
 from urllib.parse import quote
@@ -19,6 +19,7 @@ from gpulease_protocol.codec import from_json, to_body
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.event_choice import EventChoice, query_of
 from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import EventPage, Gpu, Job, Lease, LeaseState, Node, Page
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ there."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TypedDict
 
 from gpulease_protocol.job_metrics import MetricSeries
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 
 MAX_HISTORY_POINTS = 1000

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.noun import Noun
 
 

@@ -7,9 +7,9 @@ is not known is null, so that a plot has a gap there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 
 MAX_POINTS = 600

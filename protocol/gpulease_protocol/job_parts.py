@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 from gpulease_protocol.bounds import Bounds
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.noun import Noun
 from gpulease_protocol.states import Launcher, Mask, PartState, Priority
 

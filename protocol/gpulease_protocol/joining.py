@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import re
 import ssl
-from dataclasses import dataclass
 
 from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 
 FORM = re.compile(r"(?P<bearer>[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+)(\.(?P<fingerprint>[0-9a-f]{64}))?")

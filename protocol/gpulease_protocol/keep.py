@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 from gpulease_protocol.bounds import TIME, Bounds, check_bounds, check_field
 from gpulease_protocol.codec import to_body
 from gpulease_protocol.endpoints import ApiCall, encoded, get
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Lease
 from gpulease_protocol.requests import HolderProof
 

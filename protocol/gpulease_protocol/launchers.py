@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from gpulease_protocol.errors import shortened
 from gpulease_protocol.gpu_selection import SELECTING_OPTIONS, outside_the_lease, program_name
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.states import Launcher, Mask
 
 

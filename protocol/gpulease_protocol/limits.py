@@ -7,12 +7,13 @@ apply to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
 from gpulease_protocol.bounds import MAX_NAME, OVER_0, TIME, Bounds, check_bounds, check_field
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.noun import Noun
 from gpulease_protocol.requests import RequestBody
 

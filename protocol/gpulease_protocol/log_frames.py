@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 MAX_HEAD_BYTES = 2**20
 """Length of the line that begins a frame, at most: the places of 4,096 ranks are a tenth of that."""

@@ -6,13 +6,14 @@ Each class is written once, here. Names end in their unit: ``_at`` (aware UTC), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 
 from gpulease_protocol.device import Device
 from gpulease_protocol.events import Event, EventPage
 from gpulease_protocol.holder import Holder
 from gpulease_protocol.job_parts import JobAttempt, JobDependency, JobMember, JobSpec
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.lease_parts import LeaseKeep, LeaseMember
 from gpulease_protocol.node_parts import GpuLink
 from gpulease_protocol.noun import Noun

@@ -20,10 +20,11 @@ nothing of what it does not show. A daemon that takes both says so (`takes_parti
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from enum import StrEnum
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Device, GpuLink, GpuReading, Job, JobSpec, JobState, LeaseState, Noun
 
 

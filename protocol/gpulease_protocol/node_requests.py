@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from gpulease_protocol.bounds import Bounds, check_bounds
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.requests import RequestBody
 
 REASON = Bounds(minLength=1, maxLength=200)

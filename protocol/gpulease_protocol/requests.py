@@ -6,7 +6,7 @@ A body checks itself when it is made, so that the client refuses before it sends
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from gpulease_protocol import job_arrays
@@ -23,6 +23,7 @@ from gpulease_protocol.job_checks import (
     environment_bytes,
 )
 from gpulease_protocol.launchers import choose_launcher, usage_error
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Demand, JobDependency, JobSpec, Launcher, Mask, Priority, Selection, TopologyMode
 
 MAX_COUNT = 4096

@@ -6,12 +6,13 @@ the window.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from typing import Annotated
 
 from gpulease_protocol.bounds import MAX_NAME, MAX_UUID, Bounds, check_bounds, check_field
 from gpulease_protocol.device import Device
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.noun import Noun
 from gpulease_protocol.requests import RequestBody
 

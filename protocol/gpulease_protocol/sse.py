@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from gpulease_protocol.codec import from_json
 from gpulease_protocol.errors import error_from_problem
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Event
 
 MAX_EVENT_BYTES = 2**22

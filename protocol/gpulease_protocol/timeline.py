@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from typing import TypedDict
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import EndReason, Noun
 
 MAX_SPANS = 10_000

@@ -5,13 +5,13 @@ The bearer token itself is shown once, in `NewBearerToken.bearer`; a daemon keep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import date, datetime
 from enum import StrEnum
 from typing import Annotated
 
 from gpulease_protocol.bounds import MAX_NAME, OVER_0, TIME, Bounds, check_bounds, check_field
 from gpulease_protocol.budgets import Budget, BudgetUse
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 from gpulease_protocol.requests import MAX_COUNT, RequestBody
 

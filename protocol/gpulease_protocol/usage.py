@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 
 MAX_SHARES = 1000

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.host import systemd
 from gpulease_protocol.host.addresses import SYSTEM_DATA_DIR
 from gpulease_protocol.host.config_file import SYSTEM as CONFIG
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import JobState
 from gpulease_server import other_daemons, running_programs
 from gpulease_server.running_programs import JOB, RunningProgram

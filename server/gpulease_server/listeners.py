@@ -16,12 +16,13 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.host.addresses import Address
 from gpulease_protocol.host.tcp_socket_owner import is_loopback, owner_of_listener
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server import other_daemons
 from gpulease_server.settings import ServeSettings
 from gpulease_server.socket_activation import inherited_sockets

@@ -13,10 +13,10 @@ import secrets
 import socket
 from collections.abc import Iterable
 from contextlib import closing, suppress
-from dataclasses import dataclass
 
 from gpulease_protocol.host.addresses import DEFAULT_URL, SOCKET_NAME, SYSTEM_DATA_DIR, Address, parse, unix
 from gpulease_protocol.host.server_owner import server_uid, user_name
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.api.headers import REQUEST_ID_HEADER
 
 TIMEOUT_S = 1.0

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpulease_protocol.host.process_id import stat
 from gpulease_protocol.host.server_owner import user_name
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.node_protocol import parse_attempt_name
 
 PROC = Path("/proc")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from gpulease_protocol.host.settings import (
     setting,
     shared,
 )
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server import setting_checks
 from gpulease_server.database_settings import DATA, DATABASE_URL
 

@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gpulease_protocol.codec import from_json, is_known
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import JobSpec
 from gpulease_protocol.node_protocol import DesiredState, JobOrder
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuReading, Node, Noun
 
 

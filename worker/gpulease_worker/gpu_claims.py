@@ -36,9 +36,9 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from gpulease_protocol.gpu_uuid import canonical_uuid
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Device, GpuReading
 from gpulease_protocol.node_protocol import ClaimedGpu
 from gpulease_worker.probe.process_attribution import DEVICE_FILES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gpulease_protocol.host.settings import (
     setting,
     shared,
 )
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_worker.jobs.job_settings import LOG_BYTES, MAX_PROCESSES, JobSettings
 
 DAEMON, READINGS, JOBS, ALLOCATION = "Daemon", "Readings", "Jobs", "Allocation"

@@ -16,12 +16,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from gpulease.cuda import libcuda
 from gpulease_protocol.errors import MaskLatched, UnknownOrdinals
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Gpu
 
 MASK = "CUDA_VISIBLE_DEVICES"

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from gpulease.async_client import AsyncClient
@@ -21,6 +21,7 @@ from gpulease.executor.task_process import TaskProcess
 from gpulease.sansio.async_transport import wait_through_cancellation
 from gpulease.sansio.failover import Destination
 from gpulease_protocol.errors import LeaseLost
+from gpulease_protocol.lazy_dataclass import dataclass
 
 
 @dataclass(slots=True, eq=False)

@@ -16,10 +16,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from gpulease.lease import HeldLease

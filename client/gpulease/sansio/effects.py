@@ -17,11 +17,11 @@ every decision (which address, whether to retry, when to withdraw a request) is 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.host.addresses import Address
+from gpulease_protocol.lazy_dataclass import dataclass
 
 Result = TypeVar("Result")
 

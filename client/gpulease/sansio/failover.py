@@ -18,7 +18,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self, TypeVar
 
@@ -37,6 +36,7 @@ from gpulease_protocol.errors import (
 from gpulease_protocol.host import addresses, certificates, config_file, systemd, token_file
 from gpulease_protocol.host.addresses import Address
 from gpulease_protocol.host.variables import unknown_variables
+from gpulease_protocol.lazy_dataclass import dataclass
 
 LOG = logging.getLogger("gpulease")
 

@@ -30,7 +30,7 @@ import logging
 import os
 import signal
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gpulease.sansio.effects import Flow
@@ -39,6 +39,7 @@ from gpulease.sansio.sync_transport import Transport
 from gpulease_protocol import endpoints
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, OverQuota, StaleToken, TooSlow, Unavailable
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Lease
 
 LOG = logging.getLogger("gpulease")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
@@ -21,6 +20,7 @@ from gpulease_cli.screen import Screen, redraw
 from gpulease_cli.snapshot import LIVE_JOBS
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Job, JobState, Page
 from gpulease_protocol.status_table import (
     align_columns,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 import click
@@ -20,6 +19,7 @@ from gpulease_cli.plot import axis, plot
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.gpu_history import GpuHistory
 from gpulease_protocol.job_metrics import GpuHours, GpuMetrics, JobMetrics, LeaseMetrics, MetricSeries
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.status_table import align_columns, gibibytes
 
 SPARKS = "▁▂▃▄▅▆▇█"

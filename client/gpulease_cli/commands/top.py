@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 
 from gpulease.client import Client
 from gpulease_cli import output
@@ -14,6 +13,7 @@ from gpulease_cli.screen import Screen
 from gpulease_cli.snapshot import Snapshot
 from gpulease_cli.top_picture import SORT_KEYS, heading, lines, paint
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest
+from gpulease_protocol.lazy_dataclass import dataclass
 
 REFRESH_S = 1.0
 """Time between two requests for the state: as often as the worker reads the hardware."""

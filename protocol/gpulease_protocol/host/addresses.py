@@ -6,12 +6,12 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host import config_file
+from gpulease_protocol.lazy_dataclass import dataclass
 
 SOCKET_NAME = "gpulease.sock"
 """Name of the Unix socket in a daemon's data directory."""

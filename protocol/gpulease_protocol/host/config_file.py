@@ -20,12 +20,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host import variables
+from gpulease_protocol.lazy_dataclass import dataclass
 
 SYSTEM = Path("/etc/gpulease/config.toml")
 """The system's file."""

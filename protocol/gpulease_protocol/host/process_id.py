@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 PF_KTHREAD = 0x00200000
 """Flag of a process: it is a thread of the kernel (`sched.h`)."""

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from socket import gethostname
 from typing import Any
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 DECLARATION = "setting"
 """Key of the declaration in a field's metadata."""

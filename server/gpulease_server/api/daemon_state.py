@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated
 
 from fastapi import Depends, Request
 
 from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.joining import Authority
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.api import fair_share
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.api.shared_answers import SharedAnswers

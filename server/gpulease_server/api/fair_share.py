@@ -24,8 +24,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.runtime import clock
 
 SHARE = 0.25

@@ -16,8 +16,9 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import ExpectedBasis
 from gpulease_server.core.forecast.expected_start import ExpectedStart, StartForecast
 from gpulease_server.core.ledger import Ledger

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -15,6 +14,7 @@ from gpulease_cli.parameters import argument
 from gpulease_cli.setting_options import setting_option
 from gpulease_protocol.host.addresses import default_data_dir
 from gpulease_protocol.host.settings import DATA_DIR
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 from gpulease_server.database_settings import DATABASE_URL, default_database_url
 

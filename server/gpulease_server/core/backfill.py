@@ -48,9 +48,10 @@ start again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Demand, GpuState
 from gpulease_server.core.declared_ends import is_closed_before_free
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, node_problem, state_of

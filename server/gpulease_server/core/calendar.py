@@ -32,12 +32,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from gpulease_protocol.durations import LONGEST_S
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.limit_index import LimitIndex

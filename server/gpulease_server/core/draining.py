@@ -22,8 +22,8 @@ no longer than one that stays. Both times start again when a process is listed a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuReading, Process
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import observed_at, reading_of

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 MIN_FORMER = 1000
 """How many former deadlines the heap may have, beside as many as there are deadlines, before it is built again."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
 from typing import TypeVar
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Demand, TopologyMode
 from gpulease_server.core.gpu_state import is_cordoned
 from gpulease_server.core.limit_index import add

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.core.fleet import Candidates
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, Search, find_candidates, reach_of
 from gpulease_server.core.records import GpuRecord

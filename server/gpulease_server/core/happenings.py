@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import Limits
 from gpulease_protocol.model import Demand, Holder, JobDependency, JobSpec, NodeMode
 from gpulease_protocol.node_protocol import NodeReport

@@ -11,8 +11,7 @@ the reading is that shows it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuReading, GpuState, Lease
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import silence_limit_s, state_of

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import JobState, PartState
 from gpulease_server.core.fleet import discard
 from gpulease_server.core.gang_records import GangTimes

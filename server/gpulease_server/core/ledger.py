@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Event, JobState, Lease, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_protocol.reservations import Reservation

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeVar
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import Holder, Lease
 from gpulease_server.core.limit_records import (

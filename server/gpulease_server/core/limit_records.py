@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from typing import NamedTuple
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import Holder, Lease, Priority
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Selection
 from gpulease_server.core.gang_placement import GangRanking
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, RankedNode, Search, find_candidates

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuLink, GpuReading
 from gpulease_server.core.topology import NVLINK, SCORES, Score, Topology, best_set, topology_of
 

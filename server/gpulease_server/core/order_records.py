@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Demand
 from gpulease_server.core.preemption_records import PreemptionChange
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Holder
 from gpulease_server.core.limit_index import add
 from gpulease_server.core.limit_records import LimitKey, token_key, user_key

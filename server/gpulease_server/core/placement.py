@@ -6,9 +6,9 @@ import functools
 import heapq
 import ipaddress
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Demand, Device, GpuState, Priority, Selection, TopologyMode
 from gpulease_server.core.calendar import NO_GPUS
 from gpulease_server.core.fast_replace import replace

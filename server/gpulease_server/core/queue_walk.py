@@ -31,9 +31,10 @@ import heapq
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum, auto
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Priority, Selection
 from gpulease_server.core.backfill import BlockedRequests, Reservations, Undelayed, nodes_to_reserve
 from gpulease_server.core.demand_classes import Bypassed, DemandClass, OrderedPlace, Place, UsersApart

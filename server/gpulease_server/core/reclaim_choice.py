@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import islice
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Job, JobState
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import is_eligible, min_gpus_of

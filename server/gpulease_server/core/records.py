@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from datetime import date, datetime
 from operator import attrgetter
 
 from gpulease_protocol.budgets import Budget
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import (
     ComputeMode,
@@ -369,8 +370,7 @@ class DependencyMet:
 
 @dataclass(frozen=True, slots=True)
 class BypassCounts:
-    """How many times newer requests have bypassed waiting ones, see `core.backfill`. In memory only: a restart begins
-    to count again."""
+    """How many times newer requests have bypassed waiting ones, see `core.backfill`; a restart counts from 0."""
 
     times: tuple[tuple[str, int], ...]
     """(lease id, how many times)."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace, UsersApart

@@ -48,10 +48,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, date, datetime, time, timedelta
 
 from gpulease_protocol.budgets import Budget, BudgetUse
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import combinations
 from math import inf
 from typing import NamedTuple
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 NVLINK = 100
 """Score of a pair for each NVLink between them. Pairs that are connected over PCIe alone score less."""

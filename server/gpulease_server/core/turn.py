@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Event, Job, Lease
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequests

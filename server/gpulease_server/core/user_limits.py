@@ -41,13 +41,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
 from gpulease_protocol.errors import OverQuota
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import Demand, Holder, Lease, Priority, Selection
 from gpulease_server.core.calendar import NO_GPUS, Calendar, latest_end

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import JobState, LeaseState
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.gpu import conflicting_processes, ends_too_soon, node_problem

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 from gpulease_server.core.limit_records import LimitRecord
 from gpulease_server.core.policy import Policy

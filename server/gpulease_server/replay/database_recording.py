@@ -7,7 +7,7 @@ retention keeps 90 days and 200,000 ended leases by default.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.codec import from_json
 from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Demand, Holder, Priority, TopologyMode
 from gpulease_server.core.limit_index import LimitIndex
 from gpulease_server.core.limit_records import LimitRecord

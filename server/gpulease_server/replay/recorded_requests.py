@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Demand, Device, Priority, Selection
 from gpulease_server.core.limit_records import LimitRecord
 

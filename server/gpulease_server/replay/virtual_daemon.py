@@ -6,11 +6,12 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from datetime import datetime, timedelta
 from typing import Any
 
 from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Device, EndReason, GpuReading, Holder, Lease, LeaseState
 from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.decide import decide

@@ -34,13 +34,14 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date, datetime, timedelta
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import NotFound, Unavailable
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.tokens import BearerToken, NewBearerToken, Role, TokenRequest
 from gpulease_server.core.happenings import BearerTokenChanged, LimitsChanged

@@ -8,9 +8,10 @@ and where the ledger shows that it has ended. Time in which no daemon ran belong
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime, timedelta
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.timeline import Span, SpanKind
 from gpulease_server.store.timeline import StateEvent
 

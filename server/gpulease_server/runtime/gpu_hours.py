@@ -10,8 +10,9 @@ A counter must never fall, or rates over it are wrong. So a user keeps a series 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Activity
 from gpulease_server.runtime.reading_gaps import FIRST_READING_S, GAP_S
 

@@ -14,7 +14,8 @@ import pwd
 import time
 from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 ANSWER_TTL_S = 60.0
 REFRESH_AFTER_S = 30.0

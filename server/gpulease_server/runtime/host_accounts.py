@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import pwd
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from gpulease_protocol.errors import Unavailable
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.runtime import clock
 
 ANSWER_TTL_S = 60.0

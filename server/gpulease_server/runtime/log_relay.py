@@ -13,10 +13,11 @@ import binascii
 import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gpulease_protocol.errors import InvalidRequest, Unavailable
 from gpulease_protocol.host.log_reader import key_of
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.node_protocol import LogPiece, LogProgress, LogRequest
 
 MAX_REQUESTS = 64

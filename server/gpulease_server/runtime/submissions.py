@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.core.happenings import Happening
 from gpulease_server.core.turn import Answer
 

@@ -7,10 +7,11 @@ it is the same after a restart. What is pruned is missing, and `complete_since` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from gpulease_protocol.codec import from_json
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Device, EndReason, NodeMode
 from gpulease_protocol.timeline import MAX_STEPS, QueueStep, Span, SpanKind, Timeline, TimelineGpu
 from gpulease_server.core.gpu import node_problem, reading_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from heapq import heappush, heappushpop
 from itertools import islice
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.usage import MAX_SHARES, Usage, UsageKey, UsageShare
 from gpulease_server.runtime.gpu_metrics.recorder import decode_series
 from gpulease_server.runtime.gpu_metrics.time_series import DamagedSeries

@@ -6,13 +6,13 @@ Only hashes are stored, so reading the database does not reveal a token.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Engine, bindparam, delete, func, insert, select, update
 
 from gpulease_protocol.errors import NotFound, OverQuota
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.tokens import BearerToken, Role
 from gpulease_server.store import tables
 from gpulease_server.store.ledger_store import Store

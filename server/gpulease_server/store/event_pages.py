@@ -7,11 +7,11 @@ have been set back: a period begins at the lowest number in it, and each event t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy import ColumnElement, Engine, Text, cast, exists, func, or_, select
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Event
 from gpulease_server.store import rows
 from gpulease_server.store.dialects import snapshot

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Engine, Row, select
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.store import rows, tables
 from gpulease_server.store.ledger_store import Store

@@ -8,11 +8,11 @@ node that joined or left before them counts as there, or not there, since the gr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy import ColumnElement, Connection, Engine, select
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.store.lease_conditions import is_elastic
 from gpulease_server.store.tables import event, lease
 

@@ -25,12 +25,12 @@ docs/databases.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Engine, Select, Table, and_, delete, exists, func, or_, select, update
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY
 from gpulease_server.store import tables
 from gpulease_server.store.gpu_metrics_table import RESOLUTIONS

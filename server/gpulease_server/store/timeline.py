@@ -8,13 +8,13 @@ missing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Select, Text, and_, cast, or_, select
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.store.dialects import is_later_by
 from gpulease_server.store.held_gpus import SHRUNK, NodeChange, node_changes
 from gpulease_server.store.lease_conditions import has_gpu, is_elastic, on_node

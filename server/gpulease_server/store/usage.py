@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 
 from sqlalchemy import Engine, func, or_, select
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.store.dialects import snapshot
 from gpulease_server.store.held_gpus import HeldGpus, held_gpus, node_changes
 from gpulease_server.store.tables import lease

@@ -20,10 +20,10 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_worker.processes.cgroup_directory import own_directory
 
 SWITCH = "GPULEASE_CGROUPS"

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpulease_protocol.host.log_files import tail
+from gpulease_protocol.lazy_dataclass import dataclass
 
 TAIL_BYTES = 64 * 1024
 """How much of the end of a log is read: torchrun's summary is its last part."""

@@ -26,6 +26,7 @@ from contextlib import suppress
 
 from gpulease_protocol import codec
 from gpulease_protocol.host.process_id import boot_id
+from gpulease_protocol.lazy_dataclass import write_methods
 from gpulease_worker.jobs import cgroup, command_line, supervisor
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 
@@ -143,6 +144,7 @@ def _supervise(directory: str, log: int) -> None:
 
 def _use_what_supervisors_use() -> None:
     """Have the first use made here of what is made or imported only then: readers of orders, codecs of text."""
+    write_methods()
     boot_id()
     cgroup.directory_of_jobs()
     with suppress(ValueError):

@@ -26,8 +26,8 @@ import select
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.node_protocol import GangPlace
 
 LOST_S = 9

@@ -25,13 +25,13 @@ import fcntl
 import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from gpulease_protocol import codec
 from gpulease_protocol.host.process_id import ProcessId, boot_id
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 
 ORDER, START, STOP, UNKILLABLE, EXIT = "order.json", "start.json", "stop.json", "stuck.json", "exit.json"

@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from gpulease.cuda import index_mask
 from gpulease_protocol.launchers import LAUNCHERS, choose_mask, strip_launcher_variables, strip_reserved_variables
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Job, Launcher, Mask, Noun
 from gpulease_protocol.node_protocol import GangPlace, JobOrder
 from gpulease_worker.jobs import launcher_argv

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.node_protocol import JobReport, RunState, parse_attempt_name
 from gpulease_worker.jobs import job_records
 from gpulease_worker.jobs.failure_cause import reportable

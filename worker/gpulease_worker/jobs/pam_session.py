@@ -18,9 +18,10 @@ import resource
 import signal
 import socket
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_worker.jobs import inherited_state, resource_limits
 from gpulease_worker.jobs.resource_limits import SoftHard
 

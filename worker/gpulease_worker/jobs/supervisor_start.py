@@ -17,9 +17,9 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_worker.jobs import command_line, start_conditions
 from gpulease_worker.processes import lease_claims
 

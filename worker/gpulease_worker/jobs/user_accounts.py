@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import pwd
-from dataclasses import dataclass
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
 
 NO_GROUP = 65534

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import ComputeMode, GpuReading, LeaseState, Noun
 from gpulease_worker.jobs import job_records
 from gpulease_worker.probe.probe_protocol import ComputeModeChange, ComputeModeNotSet

@@ -22,10 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from gpulease.cuda import libcuda
 from gpulease_protocol.host import process_tree
+from gpulease_protocol.lazy_dataclass import dataclass
 
 COMMAND = (sys.executable, "-P", "-m", "gpulease_worker.probe.cuda_init_check")
 TIMEOUT_S = 30.0

@@ -20,8 +20,8 @@ Management": "new workloads can be launched" while a remapping is pending.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_worker.probe.xid_catalog import HARMLESS, RESETS
 
 OK = "ok"

@@ -13,13 +13,13 @@ import ctypes
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pynvml
 
 from gpulease_protocol.gpu_uuid import canonical_uuid
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import ComputeMode, ProcessType
 from gpulease_worker.probe import driver_check, gpu_health
 from gpulease_worker.probe.nvml_constants import (

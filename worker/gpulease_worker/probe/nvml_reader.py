@@ -28,11 +28,12 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import combinations
 from math import comb
 from typing import Any
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import ComputeMode, Device, GpuLink, GpuReading, Process
 from gpulease_protocol.node_protocol import NodeLease
 from gpulease_worker.probe import driver_check, gpu_health, pci_sysfs

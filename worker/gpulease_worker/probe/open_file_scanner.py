@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.process_id import ProcessId, stat
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Process
 from gpulease_worker.processes import bounded_read, procfs
 

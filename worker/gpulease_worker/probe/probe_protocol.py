@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Protocol
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import ComputeMode, Device, GpuLink, GpuReading, Noun, Process
 from gpulease_protocol.node_protocol import NodeLease
 from gpulease_worker.processes import procfs

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import ComputeMode
 from gpulease_protocol.node_protocol import NodeLease
 from gpulease_worker.probe.probe_client import STARTING, ProbeClient

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gpulease_protocol.host.process_id import ProcessId, stat
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuReading, LeaseState, Process
 from gpulease_worker.probe.open_file_scanner import OpenFileScanner, ScanTarget
 from gpulease_worker.probe.opener_classifier import KnownProcesses, OpenerClassifier

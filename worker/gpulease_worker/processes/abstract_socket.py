@@ -11,8 +11,8 @@ import os
 import socket
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_worker.processes import procfs
 from gpulease_worker.processes.user_names import USERS
 

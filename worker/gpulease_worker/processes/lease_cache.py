@@ -11,11 +11,12 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from gpulease_protocol import codec
 from gpulease_protocol.host.process_id import ProcessId, boot_id
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import LeaseState, Noun
 from gpulease_protocol.node_protocol import NodeLease
 from gpulease_worker.processes import procfs

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import lru_cache
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import NotAuthenticated
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Holder, LeaseState
 from gpulease_protocol.tokens import Role
 from gpulease_server.api.access_settings import AccessSettings

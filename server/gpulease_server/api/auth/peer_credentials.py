@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from gpulease_protocol.host.process_id import Stat, stat
 from gpulease_protocol.host.server_owner import unix_peer
 from gpulease_protocol.host.tcp_socket_owner import is_loopback, is_overflow_uid, owner_of_connection
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.api.auth.user_names import user_name
 from gpulease_server.api.http_limits import LimitedHttpProtocol

@@ -6,7 +6,9 @@ import asyncio
 import pwd
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 MAX_CACHED_NAMES = 10_000
 NAME_TTL_S = 60.0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from starlette.types import Scope
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import LeaseState
 from gpulease_server.api.hot_path import operations
 from gpulease_server.api.hot_path.operations import Operation

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_protocol.node_protocol import DesiredState
 from gpulease_server.api import fair_share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from http import HTTPMethod
 from itertools import accumulate
 
@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.runtime import clock
 
 UNMATCHED = "unmatched"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuState, JobState, LeaseState, NodeMode, Process
 from gpulease_server.core.gpu import conflicting_processes, node_mode, node_problem, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants

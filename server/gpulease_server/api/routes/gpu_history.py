@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.gpu_history import MAX_HISTORY_POINTS, FleetHistory, GpuHistory, GpuMeans
 from gpulease_protocol.gpu_uuid import canonical_uuid
 from gpulease_protocol.job_metrics import MetricSeries
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Device
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.host.log_reader import LAUNCHER, RANK_LOG, key_of
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Job
 from gpulease_server.core.records import JobRecord
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import ExpectedBasis, Lease, LeaseState
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.forecast.lease_history import LEVELS, LeaseHistory

@@ -22,9 +22,9 @@ Downey, "Exploiting process lifetime distributions for dynamic load balancing", 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import EndReason, Lease
 
 MIN_SAMPLES = 20

@@ -18,10 +18,10 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuReading
 from gpulease_server.runtime.gpu_metrics.time_series import MEASURES, DamagedSeries
 from gpulease_server.runtime.reading_gaps import GAP_S

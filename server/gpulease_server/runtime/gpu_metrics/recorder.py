@@ -32,8 +32,9 @@ import asyncio
 import logging
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuReading, Lease, LeaseState
 from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.ledger import Ledger

@@ -14,7 +14,8 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from gpulease_protocol.lazy_dataclass import dataclass
 
 MAX_BUCKETS = 600
 """Buckets of one series, at most; even, because they are merged by pairs."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum, auto
 
+from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.leadership.lock import WriterLock
 
