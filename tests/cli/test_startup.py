@@ -20,6 +20,7 @@ from tests.daemon import DaemonProcess, eventually
 
 HEAVY = {
     *("anyio", "asyncio", "httpcore2", "httpx2", "pydantic", "rich", "typer"),
+    *("email", "http.client", "ssl"),
     *("fastapi", "importlib.metadata", "psutil", "pynvml", "sqlalchemy", "torch"),
     *("gpulease.async_client", "gpulease.find_devices", "gpulease.cuda.ordinals", "gpulease_server", "gpulease_worker"),
 }
