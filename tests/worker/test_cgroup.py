@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from gpulease_worker.jobs import cgroup, job_records
+from gpulease_worker.jobs import cgroup, cgroup_fork, job_records, launch_plan, spawn
 from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.processes import cgroup_directory
 from tests.worker.build import order, spec, until
@@ -158,3 +159,46 @@ def test_a_worker_that_systemd_has_started_in_its_units_cgroup_stays_there(tmp_p
 def test_limits_are_of_the_controllers_that_are_asked_for() -> None:
     assert JobSettings().cgroup_limits == {"pids.max": 32768}
     assert JobSettings(max_processes=0, memory_bytes=2**40).cgroup_limits == {"memory.max": 2**40}
+
+
+def test_a_process_is_forked_into_a_cgroup() -> None:
+    group = cgroup.create(f"gpulease-test-fork-{os.getpid()}")
+    if group is None:  # this machine allows no one to create one
+        return
+    reading, writing = os.pipe()
+    try:
+        pid = cgroup_fork.fork_into(group.path)
+        if pid == 0:
+            try:
+                os.write(writing, f"{os.getpid()} {cgroup_directory.own_directory()}".encode())
+            finally:
+                os._exit(7)
+        assert pid is not None, "a kernel since 5.7 can do this"
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert os.read(reading, 4096).decode() == f"{pid} {group.path}"
+    finally:
+        os.close(reading)
+        os.close(writing)
+        assert group.remove()
+
+
+def test_where_that_is_not_possible_nothing_is_forked(tmp_path: Path) -> None:
+    assert cgroup_fork.fork_into(tmp_path) is None
+    assert cgroup_fork.fork_into(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("into", [True, False])
+def test_a_job_runs_in_its_cgroup_from_the_beginning(tmp_path: Path, monkeypatch, into: bool) -> None:
+    """Whether it was made there, or had to move."""
+    if not into:
+        monkeypatch.setattr(cgroup_fork, "fork_into", lambda directory: None)
+    group = cgroup.create(f"gpulease-test-spawn-{os.getpid()}")
+    job = order("j", spec("cat", "/proc/self/cgroup"))
+    plan = launch_plan.plan_launch(job, own=os.environ, url="", python=sys.executable, work=tmp_path, logs=tmp_path)
+    with (tmp_path / "log").open("wb") as log:
+        child = spawn.spawn(plan, log.fileno(), group)
+    os.waitpid(child.pid, 0)
+    child.close()
+    if group is not None:
+        assert group.remove()
+        assert f"/{group.path.name}\n" in (tmp_path / "log").read_text()

@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from gpulease_protocol.host import interpreter_check
 from gpulease_protocol.host.process_id import ProcessId, stat
 from gpulease_protocol.host.process_tree import signal_on_parent_death
-from gpulease_worker.jobs import inherited_state, resource_limits, session_keyring
+from gpulease_worker.jobs import cgroup_fork, inherited_state, resource_limits, session_keyring
 from gpulease_worker.jobs.cgroup import Cgroup
 from gpulease_worker.jobs.launch_plan import LaunchPlan, missing_path
 from gpulease_worker.jobs.pam_session import LoginLimits
@@ -101,7 +101,8 @@ def spawn(
     reading, writing = os.pipe()
     supervisor = os.getpid()
     try:
-        pid = os.fork()
+        into = None if group is None else cgroup_fork.fork_into(group.path)
+        pid = os.fork() if into is None else into
     except OSError as error:
         os.close(reading)
         os.close(writing)
@@ -109,7 +110,10 @@ def spawn(
     if pid == 0:
         try:
             _detach(supervisor, output, writing)
-            _enter(_steps(plan, group, login), writing)
+            steps = _steps(plan, group, login)
+            if into is None:
+                steps.insert(0, ("It cannot enter its cgroup", lambda: _join_cgroup(group)))
+            _enter(steps, writing)
             if call is None:
                 _execute(plan, writing)
             else:
@@ -173,7 +177,6 @@ def _steps(plan: LaunchPlan, group: Cgroup | None, login: LoginLimits | None) ->
     user's own rights. The limits come last: root could raise them, and Python itself needs memory until then."""
     is_root, account, keyring = os.geteuid() == 0, plan.account, "It cannot be given a session keyring of its own"
     steps: list[tuple[str, Callable[[], object]]] = [
-        ("It cannot enter its cgroup", lambda: _join_cgroup(group)),
         ("Its umask cannot be set", lambda: _set_umask(plan, is_root)),
         (keyring, session_keyring.join_new),
     ]
