@@ -17,17 +17,26 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.model import Demand, Holder, JobSpec, JobState, LeaseState, Priority, Selection
 from gpulease_server.core.happenings import JobSubmitted, LeaseRequested, SubmittedJob, Ticked
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import RanAhead
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Deadline, LeaseRecord
 from gpulease_server.core.shadow_time import settling_s
+from gpulease_server.core.token_budgets import held_s
+from gpulease_server.runtime.outage import reset_deadlines
+from gpulease_server.store.ledger_store import is_stored
 from tests.core.build import World, uuid
 
-KINDS = ("jobs", "early", "bypass", "limits", "faults", "reservations", "priorities", "fair_share", "preemption")
+KINDS = (
+    *("jobs", "early", "bypass", "limits", "faults", "reservations", "priorities", "fair_share", "preemption"),
+    *("budgets", "restarts"),
+)
 """What a world may have, beside leases of one to all GPUs of a node, of named ones, and of two nodes. `early`: some are
-given back before their declared time, and some declare none."""
+given back before their declared time, and some declare none. `budgets`: three of four users ask with a token
+that has one. `restarts`: of the daemon, before what is judged and not after it, as that makes leases last longer."""
 STEP_S = 20.0
 STEPS = 400
 TTL_S = 900.0
@@ -85,6 +94,9 @@ class RandomWorld:
         for _ in range(3 if "reservations" in kinds else 0):
             self._at(chance.randint(0, 40), "reserve", chance.randrange(1 << 30))
 
+        for _ in range(3 if "restarts" in kinds else 0):
+            self._at(chance.randint(5, 50), "restart")
+
     def _at(self, number: int, *what: Any) -> None:
         self.coming.setdefault(number, []).append(what)
 
@@ -125,20 +137,23 @@ class RandomWorld:
         world, lease = self.world, record.lease
         if lease.state is not LeaseState.ACTIVE or any(gpu.node in self.silent for gpu in lease.gpus):
             return
-        held_s, early_s = world.at_s - (record.granted_at_s or world.at_s), self.early_s.get(lease.id)
+        time_held_s, early_s = held_s(record, world.now), self.early_s.get(lease.id)
         job = world.ledger.live_jobs.get(lease.job_id or "")
         if job is None:
-            if early_s is not None and held_s >= early_s:
+            if early_s is not None and time_held_s >= early_s:
                 world.release(lease)
             return
-        if early_s is not None and held_s >= early_s and job.job.state is not JobState.STOPPING:
+        is_spent = "budgets" in self.kinds and early_s is None and job.job.state is JobState.STOPPING
+        if early_s is not None and time_held_s >= early_s and job.job.state is not JobState.STOPPING:
             world.cancel(job.job.id)
         ends_s = [one for one in (lease.demand.time_s, early_s and early_s + 2 * STEP_S) if one is not None]
-        if held_s >= min(ends_s):
+        if is_spent or time_held_s >= min(ends_s):
             world.ended(job.job.id, node=lease.gpus[0].node)
 
     def _happen(self, what: str, *about: Any) -> None:
-        if what == "cordon":
+        if what == "restart":
+            self._restart()
+        elif what == "cordon":
             self.world.cordon(*about[:2], cordoned=about[2])
         elif what == "silent":
             self.silent.add(about[0])
@@ -151,6 +166,24 @@ class RandomWorld:
             after_s = chance.choice([600.0, 1500.0])
             self.world.reserve(gpu, after_s=after_s, for_s=600.0, user=f"u{chance.randrange(4)}")
 
+    def _restart(self) -> None:
+        """Another daemon begins with what is in the database, and the nodes that are not silent report to it."""
+        world, ledger = self.world, Ledger()
+        for change in filter(is_stored, world.changes):
+            ledger.apply(replace(change, granted_at_s=None) if isinstance(change, LeaseRecord) else change)
+        for name in ("next_number", "next_token", "next_seq"):
+            setattr(ledger, name, getattr(world.ledger, name))
+        reset_deadlines(ledger, world.now)
+        world.ledger = ledger
+        self.report()
+
+    def _budget(self, user: str) -> Budget | None:
+        """That of the token with which a user asks."""
+        if "budgets" not in self.kinds:
+            return None
+        short, few = Budget(max_lease_s=907.0), Budget(max_gpus=self.size, max_lease_s=507.0)
+        return {"u0": short, "u1": few, "u2": Budget(gpu_hours_per_day=20.0)}.get(user)
+
     def _ask(self, chance: random.Random, name: str) -> None:
         """A request of any kind arrives."""
         demand, user = self._demand(chance), f"u{chance.randrange(4)}"
@@ -161,7 +194,8 @@ class RandomWorld:
         elif time_s is None:
             time_s = 707.0
         is_job = "jobs" in self.kinds and chance.random() < 0.4 and demand == Demand(count=demand.count)
-        demand, holder = replace(demand, time_s=time_s), Holder(user=user)
+        demand, budget = replace(demand, time_s=time_s), self._budget(user)
+        holder = Holder(user=user, token_id=None if budget is None else f"token-{user}")
         if is_job:
             spec = JobSpec(command=("train.py",), gpus=demand.count, timeout_s=time_s)
             job = SubmittedJob(job_id=f"job-{name}", lease_id=f"lease-{name}", spec=spec)
@@ -172,7 +206,7 @@ class RandomWorld:
                     name="",
                     demand=demand,
                     holder=holder,
-                    budget=None,
+                    budget=budget,
                     after=(),
                     after_live=frozenset(),
                 )
@@ -184,7 +218,7 @@ class RandomWorld:
                     lease_id=f"lease-{name}",
                     demand=demand,
                     holder=holder,
-                    budget=None,
+                    budget=budget,
                     ttl_s=TTL_S,
                     queue=True,
                     key=None,
@@ -228,6 +262,7 @@ class RandomWorld:
         other = copy.deepcopy(self)
         self.world.changes, self.world.shown, self.world.answers = kept
         other.world.ids = itertools.count(10**6)
+        other.coming = {at: [one for one in what if one[0] != "restart"] for at, what in self.coming.items()}
         ledger = other.world.ledger
         if not early:
             undeclared = (one for one in other.early_s if one in ledger.leases)
