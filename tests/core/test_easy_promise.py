@@ -7,7 +7,8 @@ import pytest
 from gpulease_server.core import easy_backfill
 from tests.core.easy_worlds import KINDS, judge
 
-EVERY = ((), *((kind,) for kind in KINDS), ("jobs", "early", "faults"), ("jobs", "limits", "reservations"))
+COMBINED = (("jobs", "early", "faults"), ("jobs", "limits", "reservations"), ("jobs", "budgets", "restarts"))
+EVERY = ((), *((kind,) for kind in KINDS), *COMBINED)
 
 
 @pytest.fixture(autouse=True)

@@ -147,6 +147,8 @@ def test_every_promise_is_kept_while_leases_end_for_others() -> None:
     assert outcome.complaints == [], "1 --steps 3000 --preemption"
     kinds = [event["kind"] for event in outcome.log]
     assert min(kinds.count(f"lease.{kind}") for kind in ("preempting", "preempted", "preemption_withdrawn")) > 0
+    failed = ("commit fails", "commit is said to have failed", "before the commit", "after the commit")
+    assert min(outcome.count(part) for part in failed) > 0
 
 
 @pytest.mark.budget(30)
