@@ -80,7 +80,7 @@ def test_what_ends_for_a_request_is_said_at_both(browser: Browser, tmp_path: Pat
         expect(row(page, "queue", "sweep")).to_contain_text("preempted once")
         page.get_by_role("button", name=f"Why does {scene.waits}").click()
         why = page.get_by_role("dialog")
-        expect(why).to_contain_text(pattern(rf"It preempts {scene.held}, by .*\. Held for it: GPU 0"))
+        expect(why).to_contain_text(pattern(rf"It preempts {scene.held}, by .*\. It is to start on GPU 0, 1, 2, 3\."))
         expect(why).to_contain_text(
             pattern(r"that of groups first: group vision \d\.\d \(\d\.\d for each of 2 users\)")
         )

@@ -30,7 +30,9 @@ def preempted_for(reservations: Reservations, record: LeaseRecord) -> Preempts |
         return None
     active = tuple(lease.id for lease in _active(ledger, one.victims))
     is_held = any(held is one for held, _ in preemptions_held(reservations))
-    return Preempts(leases=active, by=one.preempt_at, gpus=one.gpus if is_held else ())
+    known = [ledger.gpus[uuid].device for uuid in one.gpus if uuid in ledger.gpus] if is_held else []
+    gpus = tuple(gpu.uuid for gpu in sorted(known, key=lambda gpu: (gpu.node, gpu.index)))
+    return Preempts(leases=active, by=one.preempt_at, gpus=gpus)
 
 
 def describe_preemption(ledger: Ledger, record: LeaseRecord, preempts: Preempts | None) -> str:

@@ -31,11 +31,11 @@ export function Why({ leaseId, nameOf }) {
   </div>`;
 }
 
-/** What ends so that the request can start, and what is held for it meanwhile. */
+/** What ends so that the request can start, and where. */
 function Preempts({ preempts: { leases, by, gpus }, nameOf }) {
-  const held = gpus.length ? `Held for it: GPU ${gpus.slice(0, MAX_OBSTACLES).map(nameOf).join(", ")}.` : "";
-  if (!leases.length) return held && html`<p>Nothing more ends for it. ${held}</p>`;
-  return html`<p>It preempts ${leaseLinks(leases)}, by <${Moment} at=${by} />. ${held}</p>`;
+  const where = gpus.length ? `It is to start on GPU ${gpus.slice(0, MAX_OBSTACLES).map(nameOf).join(", ")}.` : "";
+  if (!leases.length) return where && html`<p>Nothing more ends for it. ${where}</p>`;
+  return html`<p>It preempts ${leaseLinks(leases)}, by <${Moment} at=${by} />. ${where}</p>`;
 }
 
 function leaseLinks(ids) {
