@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -65,8 +65,9 @@ def worker_pid(running: DaemonProcess) -> int:
     assert running.process is not None
     task = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
     for child in map(int, task.read_text().split()):
-        if b"\0worker\0" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return child
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ends at this moment
+            if b"\0worker\0" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return child
     return 0
 
 

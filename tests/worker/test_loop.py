@@ -567,8 +567,12 @@ def test_a_worker_ends_with_its_parent_and_its_probe_with_it(daemon: Daemon, hos
 
 def probes_of(worker: subprocess.Popen[bytes]) -> list[int]:
     """The probe processes that a worker has now."""
-    children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"gpulease_worker.probe.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ends at this moment
+            if b"gpulease_worker.probe.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 def test_a_paused_node_has_no_probe_until_it_is_resumed(daemon: Daemon, host: Host) -> None:
