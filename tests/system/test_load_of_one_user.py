@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 ADA = 54322
 KEPT = "kept"
-ROUNDS, FEW_ROUNDS, ATTEMPTS = 7, 3, 3
+ROUNDS, FEW_ROUNDS, ATTEMPTS = 7, 3, 5
 PAUSE_S = 0.015
 """Between two requests of A. With less, A would ask for more than `fair_share.SHARE` of the daemon's time, and wait."""
 SLACK_S, TAIL_S = 0.008, 0.150
