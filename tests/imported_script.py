@@ -76,6 +76,7 @@ def serve() -> None:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+    connection.detach()
     become(*json.loads(message), files)
 
 
@@ -86,7 +87,7 @@ def become(program: str, arguments: list[str], environment: dict[str, str], dire
         os.dup2(file, number)
     for file in (nothing, *files):
         os.close(file)
-    sys.stdin = open(0)  # noqa: SIM115 - of the process
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - of the process
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)

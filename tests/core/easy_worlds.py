@@ -257,10 +257,10 @@ class RandomWorld:
         """This world, where no one waits behind a request, and these leases have been given back. `early`: others will
         be before their declared time; else no sooner. No one waits before it either where a grant may delay those:
         they have been passed less often than they may be, or usage orders, of which what runs ahead is a part."""
-        kept = self.world.changes, self.world.shown, self.world.answers
-        self.world.changes, self.world.shown, self.world.answers = [], {}, {}
+        kept = self.world.changes, self.world.shown, self.world.answers, self.world.ids
+        self.world.changes, self.world.shown, self.world.answers, self.world.ids = [], {}, {}, iter(())
         other = copy.deepcopy(self)
-        self.world.changes, self.world.shown, self.world.answers = kept
+        self.world.changes, self.world.shown, self.world.answers, self.world.ids = kept
         other.world.ids = itertools.count(10**6)
         other.coming = {at: [one for one in what if one[0] != "restart"] for at, what in self.coming.items()}
         ledger = other.world.ledger
