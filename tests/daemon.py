@@ -12,9 +12,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from gpulease import Client
 from tests.imported_program import ForkedProgram, completed
@@ -277,6 +279,15 @@ def eventually(condition: Callable[[], bool], within_s: float, story: Callable[[
             raise AssertionError(f"not within {within_s} s; {story()}")
         time.sleep(pause_s)
         pause_s = min(1.3 * pause_s, 0.1)
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The workers that a daemon has started, and that have not ended."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.Error):  # it ends at this moment
+            found += [child] if "worker" in child.cmdline() else []
+    return found
 
 
 def events(running: DaemonProcess, *, after: int = 0) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.daemon import DaemonProcess, daemon
+from tests.daemon import DaemonProcess, daemon, workers_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -96,7 +96,7 @@ def test_five_thousand_long_polls_are_cheap_and_answered_at_shutdown(tmp_path: P
             assert held.status == 201
             assert running.process is not None
             serving = psutil.Process(running.process.pid)
-            worker = next(child for child in serving.children() if "worker" in child.cmdline())
+            (worker,) = workers_of(serving.pid)
             assert serving.rlimit(psutil.RLIMIT_NOFILE)[0] > WAITERS + 1000, "it takes as many as it may"
             assert worker.rlimit(psutil.RLIMIT_NOFILE)[0] == WAITERS + 1000, "jobs would inherit it"
             print(asyncio.run(play(running)))

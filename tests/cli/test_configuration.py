@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from gpulease_protocol.host.config_file import ConfigurationRefused
 from gpulease_protocol.host.settings import host_node_name
 from gpulease_protocol.model import NodeState
 from gpulease_worker.settings import default_worker_dir
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import DaemonProcess, eventually, workers_of
 
 ALL = [(section, key) for section in config_file.SECTIONS for key in settings.declared(PROGRAM, section)]
 
@@ -340,11 +339,7 @@ def test_daemon_and_worker_use_the_file_as_it_was_at_the_start(tmp_path: Path) -
 
     def worker() -> psutil.Process | None:
         assert daemon.process is not None
-        for child in psutil.Process(daemon.process.pid).children():
-            with suppress(psutil.Error):  # it has just ended
-                if "worker" in child.cmdline():
-                    return child
-        return None
+        return next(iter(workers_of(daemon.process.pid)), None)
 
     try:
         daemon.start()

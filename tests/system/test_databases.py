@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.daemon import DaemonProcess, daemon, events, eventually
+from tests.daemon import DaemonProcess, daemon, events, eventually, workers_of
 from tests.databases import PASSWORD, PostgresServer
 
 pytestmark = pytest.mark.slow
@@ -57,9 +56,8 @@ def test_a_daemon_on_postgresql_keeps_everything_over_a_kill(tmp_path: Path, pos
         found = gpulease("db", "check", GPULEASE_DATABASE_URL=url)
         assert "lease" not in found.stdout, found.stdout
         assert PASSWORD not in running.output.read_text()
-        workers = [child for child in psutil.Process(running.process.pid).children() if "worker" in child.cmdline()]
-        assert workers
-        assert all(PASSWORD not in str(child.environ()) for child in workers)
+        (worker,) = workers_of(running.process.pid)
+        assert PASSWORD not in str(worker.environ())
     postgres.drop(url)
 
 

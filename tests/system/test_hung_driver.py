@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,11 @@ def mapped(running: DaemonProcess) -> dict[str, list[str]]:
     daemon_process = psutil.Process(running.process.pid)
     found: dict[str, list[str]] = {"with": [], "without": []}
     for process in (daemon_process, *daemon_process.children(recursive=True)):
-        command = process.cmdline()
-        kind = next((word for word in ("gpulease_worker.probe.main", "worker") if word in command), "other")
-        kind = "serve" if process == daemon_process else kind
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
-        found["with" if LIBRARY in maps else "without"].append(kind)
+        with suppress(psutil.NoSuchProcess, OSError):  # it ends at this moment
+            command, maps = process.cmdline(), Path(f"/proc/{process.pid}/maps").read_text()
+            kind = next((word for word in ("gpulease_worker.probe.main", "worker") if word in command), "other")
+            kind = "serve" if process == daemon_process else kind
+            found["with" if LIBRARY in maps else "without"].append(kind)
     return found
 
 

@@ -167,7 +167,10 @@ def test_the_image_serves_as_its_own_user_and_is_healthy(builder: Builder, tmp_p
 
         eventually(serves, START_S, log.read_text)
         assert call(port, "POST", "/v1/leases?wait_s=30", {"count": 4}).json["state"] == "active"
-        daemons = [one for one in psutil.Process(process.pid).children(recursive=True) if "serve" in one.cmdline()]
+        daemons = []
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it ends at this moment
+                daemons += [one] if "serve" in one.cmdline() else []
         assert {one.uids().real for one in daemons if "python" in one.name() or "gpulease" in one.name()} == {1000}
         kind, *health = config["Healthcheck"]["Test"]
         assert kind == "CMD"

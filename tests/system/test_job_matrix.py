@@ -20,7 +20,7 @@ import pytest
 
 from gpulease_protocol.host import process_tree
 from gpulease_worker.processes import lease_claims, procfs
-from tests.daemon import FINAL, DaemonProcess, eventually
+from tests.daemon import FINAL, DaemonProcess, eventually, workers_of
 
 OPTIONS = ("--simulate", "6")
 GRACE_S = 20.0
@@ -165,7 +165,7 @@ def test_the_daemon_dies_and_the_jobs_go_on(running: DaemonProcess, three: tuple
 def test_the_worker_dies_and_the_jobs_go_on(running: DaemonProcess, three: tuple[Training, ...]) -> None:
     behind = waiting(running)
     assert running.process is not None
-    (worker,) = [one for one in psutil.Process(running.process.pid).children() if "worker" in command(one.pid)]
+    (worker,) = workers_of(running.process.pid)
     worker.kill()
     for training in three:
         training.finish()

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from gpulease_protocol.model import Lease, LeaseState
-from tests.daemon import USUAL, DaemonProcess, events, eventually
+from tests.daemon import USUAL, DaemonProcess, events, eventually, workers_of
 
 ENVIRONMENT = USUAL
 HOLD = """
@@ -63,12 +63,7 @@ def still(process: subprocess.Popen[str]) -> str:
 def worker_pid(running: DaemonProcess) -> int:
     """The worker that the daemon supervises; 0 while there is none."""
     assert running.process is not None
-    task = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
-    for child in map(int, task.read_text().split()):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ends at this moment
-            if b"\0worker\0" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return child
-    return 0
+    return next((worker.pid for worker in workers_of(running.process.pid)), 0)
 
 
 def watched(running: DaemonProcess, owner: int) -> bool:

@@ -9,21 +9,11 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 
 from gpulease_server import local_worker
 from gpulease_server.local_worker import LocalWorker
-from tests.daemon import DaemonProcess, eventually
-
-
-def workers_of(pid: int) -> list[psutil.Process]:
-    """The workers that this process has started, and that have not ended."""
-    found = []
-    for one in psutil.Process(pid).children():
-        with contextlib.suppress(psutil.Error):  # it ends at this moment
-            found += [one] if "worker" in one.cmdline() else []
-    return found
+from tests.daemon import DaemonProcess, eventually, workers_of
 
 
 def test_the_first_report_waits_until_the_daemon_serves(tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ import socket
 import time
 from datetime import datetime
 
-import psutil
 import pytest
 
 from gpulease import AsyncClient, GpuleaseError
 from gpulease.sansio.flows import lease_request
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import Liveness
-from tests.daemon import DaemonProcess, events, eventually
+from tests.daemon import DaemonProcess, events, eventually, workers_of
 
 COUNT = 4
 """All GPUs of the daemon."""
@@ -156,8 +155,7 @@ def test_a_client_that_breaks_off_a_long_poll_keeps_its_place_for_a_minute(runni
 def test_a_client_that_gives_up_before_its_grant_leaves_no_lease_to_its_shell(running: DaemonProcess) -> None:
     """As `curl -m 1` does in a loop, while a reading is awaited."""
     assert running.process is not None
-    children = psutil.Process(running.process.pid).children()
-    worker = next(child for child in children if any("worker" in word for word in child.cmdline()))
+    (worker,) = workers_of(running.process.pid)
     body = json.dumps({"count": COUNT, "ttl_s": 2, **ProcessId.this_process().owner_fields(local=True)})
     key = {"Idempotency-Key": "given up"}
     head = (

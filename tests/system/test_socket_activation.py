@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import Client
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import DaemonProcess, eventually, workers_of
 from tests.ports import free_port
 
 ACTIVATE = """
@@ -115,15 +115,10 @@ def test_the_inherited_addresses_count_and_not_the_settings(systemd: Systemd) ->
     assert f"gpulease listens on {systemd.url} and http://[::1]:{systemd.port} and unix://" in systemd.story()
     assert not (systemd.path.parent / "other.sock").exists()
     assert systemd.process is not None
-    worker = [pid for pid in children(systemd.process.pid) if b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(worker) == 1
-    assert b"LISTEN_" not in Path(f"/proc/{worker[0]}/environ").read_bytes()
+    (worker,) = workers_of(systemd.process.pid)
+    assert b"LISTEN_" not in Path(f"/proc/{worker.pid}/environ").read_bytes()
     inherited = {os.stat(one.fileno()).st_ino for one in systemd.sockets}
-    assert not inherited & {number.stat().st_ino for number in Path(f"/proc/{worker[0]}/fd").iterdir()}
-
-
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert not inherited & {number.stat().st_ino for number in Path(f"/proc/{worker.pid}/fd").iterdir()}
 
 
 @pytest.mark.slow
