@@ -349,9 +349,13 @@ def describe_state(gpu: Gpu, now: datetime) -> str:
 
 
 def describe_end(lease: Lease | None, job: Job | None, now: datetime) -> str:
-    """Until when a lease holds its GPUs: a process or job that ends, or a time."""
+    """Until when a lease holds its GPUs: a process or job that ends, or a time. What ends it for others comes first."""
     if lease is None or lease.state is not LeaseState.ACTIVE:
         return "-"
+    if lease.preempt_at is not None:
+        return "preempted in " + format_duration((lease.preempt_at - now).total_seconds())
+    if lease.reclaim_at is not None:
+        return "taken back in " + format_duration((lease.reclaim_at - now).total_seconds())
     if lease.liveness is Liveness.PROCESS:
         return f"pid {lease.holder.owner_pid} ends" if lease.holder.owner_pid else "its process ends"
     if lease.liveness is Liveness.JOB:

@@ -44,6 +44,22 @@ def lease(name: str, state: LeaseState, **more: object) -> Lease:
     return Lease(state=state, **(known | more))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("notice", "shown"),
+    [
+        ({"preempt_at": NOW + timedelta(seconds=59), "reclaim_at": NOW + timedelta(minutes=5)}, "preempted in 59s"),
+        ({"reclaim_at": NOW + timedelta(minutes=5)}, "taken back in 5m 00s"),
+        ({}, "pid 1681 ends"),
+    ],
+)
+def test_a_lease_that_ends_for_others_says_when(notice: dict[str, datetime], shown: str) -> None:
+    holder = Holder(user="eve", owner_pid=1681)
+    held = lease("L-2", LeaseState.ACTIVE, holder=holder, liveness=Liveness.PROCESS, expires_at=NOW, **notice)
+    used = gpu(1, GpuState.LEASED, activity=Activity.ACTIVE, lease_id="L-2", holder=holder)
+    first = render_status([used], [held], [], NOW).splitlines()[1]
+    assert first.endswith(f"  {shown}"), first
+
+
 def eight_gpus() -> tuple[list[Gpu], list[Lease], list[Job]]:
     """A host in use, with long names."""
     bob = Holder(user="bob", label="bobs-long-training-run")
