@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -134,6 +135,35 @@ def test_a_command_whose_lease_is_preempted_gets_sigterm_at_the_notice(daemon, t
     assert saved.read_text() == "whole\n"
     assert "L-1 is preempted: the command gets SIGTERM now, and ends with the lease\n" in capfd.readouterr().err
     assert daemon.only_lease()["end_reason"] == "released"
+
+
+def test_a_command_that_had_the_notice_is_killed_when_its_lease_ends(daemon: FakeDaemon, tmp_path: Path) -> None:
+    """It had its time to save since the notice; a lost lease that no one has announced gives it the grace."""
+    told, ticks, grace_s = tmp_path / "told", tmp_path / "ticks", 2.0
+    program = f"""
+import signal, time
+count = 0
+def tell(*_):
+    global count
+    count += 1
+    open({str(told)!r}, "w").write(str(count))
+signal.signal(signal.SIGTERM, tell)
+tell()
+while True:
+    time.sleep(0.02)
+    if count > 2:
+        open({str(ticks)!r}, "a").write(".")
+"""
+    with started(daemon, sys.executable, "-c", program, grace_s=grace_s) as run:
+        wait_until(lambda: told.exists() and told.read_text() == "1")
+        daemon.only_lease()["preempt_at"] = "2026-01-01T12:00:00Z"
+        wait_until(lambda: told.read_text() == "2")
+        noticed_s = time.monotonic()
+        wait_until(lambda: time.monotonic() > noticed_s + grace_s)
+        daemon.end("L-1", "preempted")
+        assert run.wait(60) == 4
+    ticked_s = 0.02 * len(ticks.read_text() if ticks.exists() else "")
+    assert ticked_s < grace_s / 2, "it went on for others to wait"
 
 
 def test_a_command_in_a_lease_ends_when_that_was_told_to_end_though_no_daemon_answers(daemon: FakeDaemon) -> None:
