@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psycopg
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from gpulease_server.store import dialects
 from gpulease_server.store.database import DatabaseUnusable, connect, database_file, parse_url, redacted, upgrade
@@ -119,6 +119,33 @@ def test_a_row_is_not_quoted_in_an_error(postgres_url: str) -> None:
         connection.execute(text("INSERT INTO node (name, host) VALUES ('s3cret', 's3cret')"))
     assert "s3cret" not in dialects.error_message(failed.value)
     assert "not-null" in dialects.error_message(failed.value)
+    engine.dispose()
+
+
+def test_statements_of_a_pipeline_count_their_rows_and_fail_as_one(database_url: str) -> None:
+    """Also where the server says only at the end that the first of them was refused."""
+    engine = connect(database_url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE pair (id INTEGER PRIMARY KEY, number INTEGER NOT NULL)")
+    mark = ("(%(id)s, %(number)s)", "number = %(number)s WHERE id = %(id)s")
+    if engine.dialect.name == dialects.SQLITE:
+        mark = ("(:id, :number)", "number = :number WHERE id = :id")
+    insert, update = f"INSERT INTO pair VALUES {mark[0]}", f"UPDATE pair SET {mark[1]}"
+    with engine.begin() as connection, dialects.pipeline(connection):
+        added = dialects.execute(connection, insert, [{"id": 1, "number": 1}, {"id": 2, "number": 2}])
+        changed = dialects.execute(connection, update, [{"id": one, "number": 7} for one in (1, 2, 3)])
+    assert (added.rowcount, changed.rowcount) == (2, 2)
+
+    def add_twice() -> None:
+        with engine.begin() as connection, dialects.pipeline(connection):
+            dialects.execute(connection, insert, [{"id": 1, "number": 5}])
+            dialects.execute(connection, insert, [{"id": 4, "number": 5}])
+
+    with pytest.raises(IntegrityError) as refused:
+        add_twice()
+    assert "pair" in dialects.error_message(refused.value)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT id, number FROM pair ORDER BY id")).all() == [(1, 7), (2, 7)]
     engine.dispose()
 
 

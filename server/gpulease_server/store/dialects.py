@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from sqlalchemy import URL, ColumnElement, Connection, Engine, create_engine, event, func
+from sqlalchemy.exc import DBAPIError
 
 from gpulease_protocol.codec import to_json
 
@@ -41,6 +42,13 @@ SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS};
 SET timezone = 'UTC';
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off';
 """
+
+
+class Counted(Protocol):
+    """What tells how many rows a statement has changed."""
+
+    @property
+    def rowcount(self) -> int: ...
 
 
 def engine(url: URL, **options: Any) -> Engine:
@@ -125,6 +133,34 @@ def schema_change(engine: Engine, lock: int, most_s: int) -> Iterator[Connection
         finally:
             if engine.dialect.name == POSTGRESQL:
                 connection.detach()  # its longer time-out must not return to the pool
+
+
+@contextmanager
+def pipeline(connection: Connection) -> Iterator[None]:
+    """The statements that `execute` runs in the block are sent to PostgreSQL one behind the other, and their answers
+    read at its end: a way there and back for all of them, not for each. SQLite has no way to go."""
+    if connection.dialect.name == SQLITE:
+        yield
+        return
+    driver: Any = connection.connection.driver_connection
+    database_errors = connection.dialect.loaded_dbapi.Error
+    try:
+        with driver.pipeline():
+            yield
+    except database_errors as error:
+        raise DBAPIError.instance(
+            None, None, error, database_errors, hide_parameters=True, dialect=connection.dialect
+        ) from error
+
+
+def execute(connection: Connection, text: str, rows: Sequence[Mapping[str, Any]]) -> Counted:
+    """Run a statement of the driver for each of these parameters. How many rows it changed is known at the end of the
+    `pipeline`."""
+    if connection.dialect.name == SQLITE:
+        return connection.exec_driver_sql(text, rows)
+    cursor = connection.connection.cursor()
+    cursor.executemany(text, rows)
+    return cursor
 
 
 def is_later_by(

@@ -23,7 +23,7 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from gpulease_protocol.errors import Unavailable
 from gpulease_server.store import tables
-from gpulease_server.store.dialects import POSTGRESQL, error_message
+from gpulease_server.store.dialects import POSTGRESQL, error_message, execute, pipeline
 from gpulease_server.store.statements import statement_text
 
 log = logging.getLogger("gpulease.store")
@@ -138,7 +138,9 @@ class WriterFence:
             raise StoreFailed(detail, remedy="Ask again.") from error
 
     def _require_term(self, connection: Connection) -> None:
-        if connection.exec_driver_sql(self._proof, {"id": 1, "proved": self.term}).rowcount != 1:
+        with pipeline(connection):
+            proved = execute(connection, self._proof, [{"id": 1, "proved": self.term}])
+        if proved.rowcount != 1:
             self._refuse(connection)
 
     def resolve_in_doubt(self) -> None:

@@ -27,7 +27,7 @@ from gpulease_server.core.records import (
 )
 from gpulease_server.store import rows, tables
 from gpulease_server.store.database import connect
-from gpulease_server.store.dialects import snapshot
+from gpulease_server.store.dialects import pipeline, snapshot
 from gpulease_server.store.event_pages import EventFilter, find_events
 from gpulease_server.store.fencing import StoreFailed, Superseded, WriterFence
 from gpulease_server.store.lease_conditions import has_gpu, on_node
@@ -164,15 +164,18 @@ class Store:
         new = counters.items() - self._counters.items()
         written[tables.counter] = [{"name": name, "value": value} for name, value in new]
         with self.writing() as connection:
-            for table, keys in removed.items():
-                self.statements.delete(connection, table, keys)
-            for table, changed in written.items():
-                self.statements.upsert(connection, table, changed)
-            found = self.statements.update(connection, RENEWAL, renewed)
-            found += self.statements.update(connection, END, ended)
-            if found != len(renewed) + len(ended):
+            with pipeline(connection):
+                for table, keys in removed.items():
+                    self.statements.delete(connection, table, keys)
+                for table, changed in written.items():
+                    self.statements.upsert(connection, table, changed)
+                changed_leases = [
+                    self.statements.update(connection, columns, values)
+                    for columns, values in ((RENEWAL, renewed), (END, ended))
+                ]
+                self.statements.insert(connection, tables.event, events)
+            if sum(one.rowcount for one in changed_leases if one is not None) != len(renewed) + len(ended):
                 raise StoreFailed("A lease that was renewed or has ended is not in the database.", remedy="Ask again.")
-            self.statements.insert(connection, tables.event, events)
         self._counters = counters
         self._active |= leases
         for key in [key for key, record in leases.items() if record.lease.state is not LeaseState.ACTIVE]:

@@ -15,7 +15,7 @@ from sqlalchemy import JSON, ClauseElement, Column, Connection, Engine, Table, b
 from sqlalchemy.dialects import sqlite
 
 from gpulease_server.store import tables
-from gpulease_server.store.dialects import SQLITE, json_text
+from gpulease_server.store.dialects import SQLITE, Counted, execute, json_text
 
 Row = dict[str, Any]
 """The values of a row by column, as records have them: nouns in JSON columns, aware times."""
@@ -47,17 +47,17 @@ class Statements:
     def insert(self, connection: Connection, table: Table, rows: Iterable[Row]) -> None:
         """Add new rows."""
         statements = self._statements(table)
-        _execute(connection, statements.insert, [_converted(row, statements.converters) for row in rows])
+        _execute_if_any(connection, statements.insert, [_converted(row, statements.converters) for row in rows])
 
     def upsert(self, connection: Connection, table: Table, rows: Iterable[Row]) -> None:
         """Write rows, over those with the same keys."""
         statements = self._statements(table)
-        _execute(connection, statements.upsert, [_converted(row, statements.converters) for row in rows])
+        _execute_if_any(connection, statements.upsert, [_converted(row, statements.converters) for row in rows])
 
     def update(
         self, connection: Connection, columns: tuple[Column[Any], ...], values: Mapping[str, Sequence[Any]]
-    ) -> int:
-        """Change some columns of rows, by their keys. Returns how many there are."""
+    ) -> Counted | None:
+        """Change some columns of rows, by their keys. Returns what tells how many there are; None without any."""
         if columns not in self._of_columns:
             (key,) = columns[0].table.primary_key
             changed = update(columns[0].table).where(key == bindparam("key"))
@@ -71,11 +71,11 @@ class Statements:
             for (name, converter), value in zip(converters, new, strict=True):
                 row[name] = converter(value) if converter is not None and value is not None else value
             rows.append(row)
-        return connection.exec_driver_sql(text, rows).rowcount if rows else 0
+        return _execute_if_any(connection, text, rows)
 
     def delete(self, connection: Connection, table: Table, keys: Iterable[str]) -> None:
         """Delete the rows with these keys."""
-        _execute(connection, self._statements(table).delete, [{"key": key} for key in keys])
+        _execute_if_any(connection, self._statements(table).delete, [{"key": key} for key in keys])
 
     def _statements(self, table: Table) -> _TableStatements:
         if table not in self._of_table:
@@ -125,6 +125,5 @@ def _converted(row: Row, converters: tuple[tuple[str, Converter], ...]) -> Row:
     return row
 
 
-def _execute(connection: Connection, text: str, parameters: list[Row]) -> None:
-    if parameters:
-        connection.exec_driver_sql(text, parameters)
+def _execute_if_any(connection: Connection, text: str, rows: list[Row]) -> Counted | None:
+    return execute(connection, text, rows) if rows else None
