@@ -34,6 +34,17 @@ def order(world: World, job_id: str):
     return next((item for item in desired_state(world.ledger, "a", 1).jobs if item.job_id == job_id), None)
 
 
+def test_a_renewal_changes_nothing_that_a_worker_is_told() -> None:
+    """So it wakes no worker, see `runtime.wakeups`."""
+    world = World().node()
+    watched, other = world.lease(1, owner=7), world.lease(2)
+    before = desired_state(world.ledger, "a", 0)
+    for lease in (watched, other):
+        world.at_s += 1
+        world.renew(lease)
+    assert desired_state(world.ledger, "a", 0) == before
+
+
 def test_a_silent_node_is_unknown_and_says_so_once() -> None:
     world = World().node(gpus=1)
     world.pass_time(10, silent=("a",))

@@ -25,7 +25,7 @@ from gpulease_server.runtime import clock, event_log, ids
 from gpulease_server.runtime.recent_events import EVENTS_KEY
 from gpulease_server.runtime.writer import Submission, Writer, _count_from_answer
 from tests.core.build import gpu
-from tests.runtime.faults import Fate, FaultyStore, recovered, writing
+from tests.runtime.faults import Fate, FaultyStore, recovered, release, renew, writing
 
 
 def run(url: str, body: Callable[[Writer, FaultyStore], Coroutine[Any, Any, None]]) -> None:
@@ -193,6 +193,22 @@ def test_a_lease_expires_by_itself(database_url: str) -> None:
         assert took_s[-1] < 1.5, f"more than a second late: {took_s}"
 
     run(database_url, body)
+
+
+def test_a_renewal_wakes_neither_a_worker_nor_who_waits_for_its_lease(sqlite_url: str) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        lease = await writer.submit(ask())
+        assert isinstance(lease, Lease)
+        waits = [asyncio.create_task(writer.wakeups.wait(key, 20)) for key in ("node:a", f"lease:{lease.id}")]
+        for _ in range(2):
+            await writer.submit(renew(lease.id, lease.fencing_token))
+        await asyncio.sleep(0)  # what is woken ends in this round
+        assert not any(wait.done() for wait in waits), "a turn of renewals costs as much as a report of the node"
+        await writer.submit(release(lease.id, lease.fencing_token))
+        assert await asyncio.gather(*waits) == [True, True], "its end wakes both"
+
+    run(sqlite_url, body)
 
 
 def test_a_writer_takes_no_turn_before_something_may_be_due(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

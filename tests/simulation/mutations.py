@@ -74,9 +74,10 @@ def reply_before_commit() -> Patches:
         if stored:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._thread, self.store.write, stored, self._ledger)
+        keys = wakeup_keys(turn.changes, self.committed)
         for change in turn.changes:
             self.committed.apply(change)
-        self.wakeups.wake(wakeup_keys(turn.changes))
+        self.wakeups.wake(keys)
         self.wakeups.wake(f"node:{node}" for node in self.reading_requests)
         return True
 

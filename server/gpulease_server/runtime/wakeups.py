@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from gpulease_protocol.model import Event
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import Change, GpuRecord, JobRecord, LeaseRecord, NodeRecord
 from gpulease_server.runtime.recent_events import EVENTS_KEY
 
@@ -63,13 +64,21 @@ def _end(future: asyncio.Future[bool], *, woken: bool) -> None:
         future.set_result(woken)
 
 
-def wakeup_keys(changes: list[Change]) -> set[str]:
+def wakeup_keys(changes: list[Change], before: Ledger) -> set[str]:
     """What these changes wake. The worker of a node is told of leases with GPUs there, and of those whose holder it
-    watches: these may wait, or have their GPUs elsewhere."""
+    watches: these may wait, or have their GPUs elsewhere. A renewal wakes no one: nothing of it is shown to a worker,
+    or is a state that anyone waits for.
+
+    Args:
+        before: The ledger without the changes.
+    """
     keys: set[str] = set()
     for change in changes:
         match change:
             case LeaseRecord(lease=lease, watched_owner=watched):
+                known = before.leases.get(lease.id)
+                if known is not None and change.is_renewal_of(known):
+                    continue
                 keys.add(f"lease:{lease.id}")
                 keys.update(f"node:{device.node}" for device in lease.gpus)
                 if watched is not None:

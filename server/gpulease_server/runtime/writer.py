@@ -256,7 +256,7 @@ class Writer:
         settle(turn)
         waiters.begin_commit(turn.told)
         if not self._requested_readings.keys() <= self.reading_requests.keys():
-            changed = wakeup_keys(turn.changes)
+            changed = wakeup_keys(turn.changes, self.committed)
             self._request_readings(node for node in self._requested_readings if f"node:{node}" not in changed)
         return turn
 
@@ -289,11 +289,11 @@ class Writer:
         replies = self._pop_answers(turn, [])
         self.published += bool(turn.changes)
         try:
+            keys = wakeup_keys(turn.changes, self.committed)
             for change in turn.changes:
                 self.committed.apply(change)
                 if isinstance(change, Event):
                     self.recent_events.add(change)
-            keys = wakeup_keys(turn.changes)
         except Exception:
             log.exception("a turn was recorded but cannot be published; the ledger is loaded again")
             keys = set()
