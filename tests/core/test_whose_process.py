@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from gpulease_protocol.model import ComputeMode, GpuReading, GpuState, Process, ProcessType
 from gpulease_server.core.explain.explain import explain
-from gpulease_server.core.gpu_observation import FOREIGN_AFTER_S
+from gpulease_server.core.gpu_observation import BASELINE_READINGS, FOREIGN_AFTER_S
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import gpu_view, lease_view
 from tests.core.build import GIB, World, gpu, uuid
@@ -63,6 +64,32 @@ def test_a_gpu_with_a_foreign_process_is_not_granted_and_frees_itself_when_the_p
 def test_a_desktop_does_not_make_a_gpu_foreign_but_a_game_does(process: Process, state: GpuState) -> None:
     world = World().node(gpus=[with_processes(process)])
     assert world.state() is state
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"memory_used_bytes": GIB},
+        {"memory_used_bytes": None},
+        {"processes": (Process(pid=7, user="bob"),)},
+        {"hidden_use": True},
+        {"health": "ecc_error"},
+        {"health": "ecc_error", "memory_used_bytes": GIB},
+    ],
+)
+def test_a_change_of_a_gpu_that_was_free_for_long_is_seen_at_once(change: dict[str, Any]) -> None:
+    short, long = World().node(gpus=1), World().node(gpus=1)
+    for _ in range(2 * BASELINE_READINGS):
+        long.node(gpus=1)
+    for world in (short, long):
+        world.node(gpus=[gpu(0, **change)])
+        world.at_s += FOREIGN_AFTER_S
+        world.node(gpus=[gpu(0, **change)])
+    seen, expected = (world.ledger.node_observations["a"].gpus[uuid(0)] for world in (long, short))
+    for name in ("unhealthy", "foreign", "memory_awaited"):
+        assert getattr(seen, name) == getattr(expected, name), name
+    assert seen.free_bytes[-1:] == expected.free_bytes[-1:]
 
 
 SERVER = "/usr/bin/nvidia-cuda-mps-server"

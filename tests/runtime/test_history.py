@@ -27,7 +27,7 @@ def reading(ratio: float | None, **what: float | None) -> GpuReading:
 def shown(history: GpuHistory, span: Window, measure: int = 0) -> Curve:
     """What is in memory, read as the recorder reads it."""
     blocks = [
-        (block, history.summed_s if block.resolution is not span.resolution else 0)
+        (block, history.summed_until_s(span.resolution) if block.resolution is not span.resolution else 0)
         for block in history.blocks.values()
         if block.resolution in (span.resolution, SECONDS)
     ]

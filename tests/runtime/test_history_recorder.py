@@ -217,6 +217,25 @@ def test_a_gpu_that_is_gone_leaves_memory_and_stays_in_the_database(daemon: Daem
     assert daemon.read(MINUTES, 2, index=1).mean == (0.5, None)
 
 
+def test_the_last_minute_of_a_gpu_that_went_is_in_its_hour(daemon: Daemon) -> None:
+    daemon.show(busy(0), busy(1), seconds=80)
+    daemon.save()
+    daemon.show(busy(0), busy(1), seconds=20)
+    for _ in range(17):
+        daemon.save()  # quarters and hours are written more seldom, and the unfinished minute is in them by then
+        assert daemon.read(MINUTES, 2, index=1).known_s == (60, 40), "once"
+        assert daemon.read(HOURS, 1, index=1).known_s == (100,), "once"
+        daemon.show(busy(0), seconds=60)
+    assert list(daemon.recorder._histories) == [uuid(0)], "as it has been away for long"
+
+
+def test_a_gpu_that_was_seen_for_less_than_a_minute_is_in_its_hour(daemon: Daemon) -> None:
+    daemon.show(busy(1), seconds=20)
+    daemon.save()
+    daemon.restart()
+    assert daemon.read(HOURS, 1, index=1).known_s == (20,)
+
+
 def test_a_damaged_row_is_a_gap_and_is_replaced(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     daemon.show(busy(0, 1.0), seconds=60)
     daemon.save(everything=True)

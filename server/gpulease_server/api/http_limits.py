@@ -240,17 +240,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _require_share(self, size_bytes: int) -> None:
         """Refuse a request with so many bytes more if the unanswered ones would have too many."""
-        user_bytes = self.request_bytes_by_uid[self.peer_uid] + size_bytes
-        all_bytes = self.request_bytes_by_uid.total() + size_bytes
-        if user_bytes > self._user_share(self.max_request_bytes) or all_bytes > self.max_request_bytes:
+        user_bytes = self.request_bytes_by_uid.get(self.peer_uid, 0) + size_bytes
+        all_bytes = sum(self.request_bytes_by_uid.values()) + size_bytes
+        is_usual = user_bytes <= self.max_request_bytes // USER_SHARE  # within the least share that anyone has
+        is_too_much = not is_usual and user_bytes > self._user_share(self.max_request_bytes)
+        if is_too_much or all_bytes > self.max_request_bytes:
             detail = f"Requests from {self._user_words} that are not answered yet have {user_bytes} bytes."
             self._refuse(Unavailable(detail, remedy="Send fewer large requests at once."))
             raise RequestRefused
 
     def _count_bytes(self, size_bytes: int) -> None:
-        self.request_bytes_by_uid[self.peer_uid] += size_bytes
-        if not self.request_bytes_by_uid[self.peer_uid]:
-            del self.request_bytes_by_uid[self.peer_uid]
+        left_bytes = self.request_bytes_by_uid.get(self.peer_uid, 0) + size_bytes
+        if left_bytes:
+            self.request_bytes_by_uid[self.peer_uid] = left_bytes
+        else:
+            self.request_bytes_by_uid.pop(self.peer_uid, None)
 
     def on_message_complete(self) -> None:
         """The request is complete."""

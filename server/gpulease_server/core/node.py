@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any
 
 from gpulease_protocol.errors import NotAllowed
 from gpulease_protocol.model import Device, GpuReading, LeaseState, NodeMode
@@ -13,6 +12,7 @@ from gpulease_protocol.node_protocol import (
     LEASE_PORTS,
     ClaimedGpu,
     DesiredState,
+    LogRequest,
     NodeLease,
     NodeReport,
 )
@@ -36,6 +36,8 @@ MAX_READING_S = 120.0
 """No worker may take longer for a reading, or hold its peace for longer because of one."""
 DEVICE_FIELDS = tuple(one.name for one in fields(Device))
 DEVICE_VALUES = attrgetter(*DEVICE_FIELDS)
+NODE_VALUES = attrgetter("host", "driver_version", "simulated", "realm")
+"""Of a report, and of the record of its node."""
 REPORT_MARGIN_S = 0.5
 """What a report may be late, beside its hold and its reading, before the node counts as silent."""
 MAX_AVAILABLE_S = 3.2e8
@@ -160,7 +162,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         topology_cache=TopologyCache() if before is None else before.topology_cache,
         claimed_elsewhere={one.device.uuid: one.reason for one in report.claimed_elsewhere},
         ports_in_use=frozenset(report.ports_in_use),
-        ports_reserved=tuple(sorted({port for port in report.ports_reserved if port in LEASE_PORTS})),
+        ports_reserved=_ports_reserved(report, before),
         read_s=report.read_s,
         reading_limit_s=limit_s,
         silence_s=min(max(report.hold_s, 0.0), MAX_READING_S) + limit_s + REPORT_MARGIN_S,
@@ -197,8 +199,17 @@ def _available_until_s(turn: Turn, report: NodeReport, before: NodeObservation |
 
 def _readings(turn: Turn, node: str, report: NodeReport) -> dict[str, GpuReading]:
     """By UUID: what a report shows of each GPU."""
-    readings = {one.uuid: mark_bystanders(one, turn.policy) for one in report.gpus}
-    return {uuid: one if one.node == node else replace(one, node=node) for uuid, one in readings.items()}
+    return {
+        one.uuid: marked if (marked := mark_bystanders(one, turn.policy)).node == node else replace(marked, node=node)
+        for one in report.gpus
+    }
+
+
+def _ports_reserved(report: NodeReport, before: NodeObservation | None) -> tuple[int, ...]:
+    """In order: the ports that a report names, as far as leases may have them."""
+    if before is not None and report.ports_reserved == before.ports_reserved:
+        return before.ports_reserved  # as nearly always
+    return tuple(sorted({port for port in report.ports_reserved if port in LEASE_PORTS}))
 
 
 def _note_answered_request(turn: Turn, observation: NodeObservation) -> None:
@@ -216,17 +227,20 @@ def _put_node(turn: Turn, reported: NodeReported) -> None:
     seen_at = None if known is None else known.seen_at
     if seen_at is None or abs((turn.now.at - seen_at).total_seconds()) > SEEN_INTERVAL_S:
         seen_at = turn.now.at
-    found: dict[str, Any] = {
-        "host": report.host,
-        "driver_version": report.driver_version,
-        "simulated": report.simulated,
-        "seen_at": seen_at,
-        "realm": report.realm,
-    }
     if known is None:
-        turn.put(NodeRecord(name=reported.node, **found))
-    elif any(getattr(known, field) != value for field, value in found.items()):
-        turn.put(replace(known, **found))
+        known = NodeRecord(name=reported.node, host=report.host)
+    elif NODE_VALUES(known) == NODE_VALUES(report) and known.seen_at is seen_at:
+        return  # as nearly always
+    turn.put(
+        replace(
+            known,
+            host=report.host,
+            driver_version=report.driver_version,
+            simulated=report.simulated,
+            realm=report.realm,
+            seen_at=seen_at,
+        )
+    )
 
 
 def _put_gpus(
@@ -259,12 +273,19 @@ def _is_abandoned(turn: Turn, gpu: GpuRecord) -> bool:
     return unheld and (claimed or node_problem(turn.ledger, node, turn.now, turn.policy) is not None)
 
 
-def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
-    """Everything that should be true on a node."""
+def desired_state(
+    ledger: Ledger,
+    node: str,
+    ticket: int,
+    daemon_address: str | None = None,
+    log_requests: tuple[LogRequest, ...] = (),
+) -> DesiredState:
+    """Everything that should be true on a node. What the ledger does not know of it is given."""
     held: dict[str, list[GpuRecord]] = {}
-    for gpu in ledger.gpus_on(node):
-        if gpu.lease_id is not None:
-            held.setdefault(gpu.lease_id, []).append(gpu)
+    if node in ledger.fleet.holders_of_node:
+        for gpu in ledger.gpus_on(node):
+            if gpu.lease_id is not None:
+                held.setdefault(gpu.lease_id, []).append(gpu)
     leases = tuple(_node_lease(ledger, node, ledger.leases[lease_id], gpus) for lease_id, gpus in held.items())
     simulated = (known := ledger.nodes.get(node)) is not None and known.simulated
     jobs = tuple(
@@ -274,7 +295,16 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
     )
     paused = node_mode(ledger, node) is NodeMode.PAUSED
     owners = tuple(ledger.watched_owners.get(node, ()))
-    return DesiredState(ticket=ticket, takes_partial=True, leases=leases, jobs=jobs, paused=paused, owners=owners)
+    return DesiredState(
+        ticket=ticket,
+        takes_partial=True,
+        daemon_address=daemon_address,
+        leases=leases,
+        paused=paused,
+        jobs=jobs,
+        owners=owners,
+        log_requests=log_requests,
+    )
 
 
 def _node_lease(ledger: Ledger, node: str, record: LeaseRecord, gpus: list[GpuRecord]) -> NodeLease:

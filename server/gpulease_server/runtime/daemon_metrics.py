@@ -144,9 +144,11 @@ class DaemonMetrics:
         if report.read_s is not None:
             self.probe_s[node] = report.read_s
         for reading in report.gpus:
+            if reading.uuid not in self.usage.held:
+                continue
             ratio = reading.utilization_ratio
             self.usage.read(reading.uuid, None if ratio is None else min(max(ratio, 0.0), 1.0), now.mono_s)
-            gpu = ledger.gpus.get(reading.uuid) if reading.uuid in self.usage.held else None
+            gpu = ledger.gpus.get(reading.uuid)
             if gpu is not None:
                 self.usage.observe(reading.uuid, activity_of(ledger, gpu, reading_of(ledger, gpu)), now.mono_s)
 

@@ -155,11 +155,7 @@ async def exchange(
     until_s = started_s + (0.0 if report.partial else min(max(report.hold_s, 0.0), MAX_HOLD_S))
     while True:
         require_still_valid(caller, daemon)
-        desired = replace(
-            desired_state(daemon.ledger, name, 0),
-            daemon_address=daemon.address,
-            log_requests=daemon.log_relay.requests(name),
-        )
+        desired = desired_state(daemon.ledger, name, 0, daemon.address, daemon.log_relay.requests(name))
         if not is_privileged(peer):
             desired = _with_job_tokens(daemon, desired)
         sent_owners, now_s = daemon.tickets.sent_owners(name), clock.mono_s()

@@ -18,8 +18,9 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from math import ceil
+from operator import mul
 
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuReading
@@ -31,8 +32,9 @@ GAP = 65535
 """A value that is not known."""
 SCALES = (10_000.0, 2.0**-24, 10.0, 10.0)
 """Steps in one unit of each of `MEASURES`."""
-MOST = tuple((GAP - 1) / scale for scale in SCALES)
+MOST_RATIO, MOST_BYTES, MOST_W, MOST_C = ((GAP - 1) / scale for scale in SCALES)
 """What is less than this can be kept."""
+PER_RATIO, PER_BYTE, PER_W, PER_C = SCALES
 WIDTHS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Lengths of a bucket in an answer; longer ones are whole days."""
 MAX_BLOCKS = 24
@@ -98,8 +100,9 @@ class Block:
             some = cells[place + first : place + last]
             if (high := max(some, default=GAP)) != GAP:
                 return len(some), sum(some), high
-            values = [value for value in some if value != GAP]
-            return len(values), sum(values), max(values, default=0)
+            if (gaps := some.count(GAP)) == len(some):
+                return 0, 0, 0
+            return len(some) - gaps, sum(some) - gaps * GAP, max([value for value in some if value != GAP])
         place = 3 * measure * count
         known = cells[place + 2 * count + first : place + 2 * count + last]
         known_s = sum(known)
@@ -107,8 +110,7 @@ class Block:
             return 0, 0, 0
         means = cells[place + first : place + last]
         highs = cells[place + count + first : place + count + last]
-        total = sum(mean * seconds for mean, seconds in zip(means, known, strict=True) if seconds)
-        return known_s, total, max(high for high, seconds in zip(highs, known, strict=True) if seconds)
+        return known_s, sum(map(mul, means, known)), max(compress(highs, known))
 
     def forget(self, first_s: int, last_s: int) -> None:
         """Nothing is known any more of the buckets from one second to another."""
@@ -136,7 +138,7 @@ class Block:
 class GpuHistory:
     """The blocks of one GPU that are being filled, or are not written yet."""
 
-    __slots__ = ("_seconds", "blocks", "last_s", "summed_s")
+    __slots__ = ("_minutes_summed_s", "_seconds", "blocks", "last_s", "summed_s")
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], Block] = {}
@@ -144,15 +146,25 @@ class GpuHistory:
         self.last_s: int | None = None
         """The second of the last reading."""
         self.summed_s = 0
-        """Seconds before this one are in the longer buckets."""
+        """Seconds before this one are in quarters and hours."""
+        self._minutes_summed_s = 0
+        """As `summed_s`, in minutes."""
         self._seconds: Block | None = None
         """The block of seconds of the last reading: most belong to the same one."""
 
     def add(self, at_s: int, values: Sequence[int]) -> None:
         """Add a reading. It stands for the time since the previous one, unless that is too long ago."""
-        first_s, before_s = at_s, self.last_s
+        first_s, before_s, block = at_s, self.last_s, self._seconds
+        if before_s is not None and block is not None and at_s == before_s + 1 and at_s % MINUTES.width_s:
+            first, second, third, fourth = values  # most readings come a second after the last one, in the same minute
+            cells, place, count = block.cells, at_s - block.start_s, SECONDS.buckets
+            cells[place], cells[place + count] = first, second
+            cells[place + 2 * count], cells[place + 3 * count] = third, fourth
+            block.unsaved = True
+            self.last_s = at_s
+            return
         if before_s is None:
-            self.summed_s = at_s
+            self.summed_s = self._minutes_summed_s = at_s
         elif at_s < before_s:
             self._forget(at_s, before_s)
             before_s = None
@@ -161,7 +173,6 @@ class GpuHistory:
         for second in range(first_s, at_s + 1):
             if before_s is not None and second // MINUTES.width_s != before_s // MINUTES.width_s:
                 self._sum_minute(before_s)
-            block = self._seconds
             if block is None or not block.start_s <= second < block.end_s:
                 block = self._seconds = self.block(SECONDS, second)
             place = second - block.start_s
@@ -180,23 +191,30 @@ class GpuHistory:
             found = self.blocks[resolution.width_s, start_s] = Block(resolution, start_s)
         return found
 
-    def sum_up(self) -> None:
-        """Bring the longer buckets up to the last reading."""
-        if self.last_s is not None and self.summed_s <= self.last_s:
-            self._sum_minute(self.last_s)
+    def summed_until_s(self, resolution: Resolution) -> int:
+        """Seconds before this one are in the buckets of a resolution that is longer than a second."""
+        return self._minutes_summed_s if resolution is MINUTES else self.summed_s
 
-    def _sum_minute(self, at_s: int) -> None:
+    def sum_up(self, *, minutes_only: bool = False) -> None:
+        """Bring the longer buckets up to the last reading."""
+        until_s = self._minutes_summed_s if minutes_only else self.summed_s
+        if self.last_s is not None and until_s <= self.last_s:
+            self._sum_minute(self.last_s, minutes_only=minutes_only)
+
+    def _sum_minute(self, at_s: int, *, minutes_only: bool = False) -> None:
         """Compute the minute, the quarter and the hour of a time again."""
-        for fine, coarse in pairwise(RESOLUTIONS):
+        for fine, coarse in pairwise(RESOLUTIONS[:2] if minutes_only else RESOLUTIONS):
             start_s = at_s - at_s % coarse.width_s
             self._sum_bucket(self.block(fine, start_s), coarse, start_s)
-        self.summed_s = at_s + 1
+        self._minutes_summed_s = at_s + 1
+        if not minutes_only:
+            self.summed_s = at_s + 1
 
     def _sum_bucket(self, source: Block, coarse: Resolution, start_s: int) -> None:
         width_s = source.resolution.width_s
         first = (start_s - source.start_s) // width_s
         sums = [source.sum_up(measure, first, first + coarse.width_s // width_s) for measure in range(len(MEASURES))]
-        if any(known_s for known_s, _, _ in sums):
+        if any([known_s for known_s, _, _ in sums]):
             target = self.block(coarse, start_s)
             for measure, each in enumerate(sums):
                 target.put((start_s - target.start_s) // coarse.width_s, measure, *each)
@@ -208,7 +226,8 @@ class GpuHistory:
             for block in [block for block in self.blocks.values() if block.resolution is fine]:
                 for start_s in range(block.start_s, block.end_s, coarse.width_s):
                     self._sum_bucket(block, coarse, start_s)
-        self.summed_s = self.summed_s if self.last_s is None else self.last_s + 1
+        if self.last_s is not None:
+            self.summed_s = self._minutes_summed_s = self.last_s + 1
 
     def _forget(self, at_s: int, last_s: int) -> None:
         """The clock was set back: what was recorded of the time to come is no longer known."""
@@ -216,7 +235,6 @@ class GpuHistory:
         for block in self.blocks.values():
             if at_s < block.end_s and block.start_s <= last_s:
                 block.forget(at_s if block.resolution is not SECONDS else at_s + 1, last_s)
-        self.summed_s = at_s
         self._sum_minute(at_s)
 
     def is_current(self, block: Block) -> bool:
@@ -323,10 +341,10 @@ def steps(reading: GpuReading) -> tuple[int, ...]:
     ratio, memory_bytes = reading.utilization_ratio, reading.memory_used_bytes
     power_w, temperature_c = reading.power_w, reading.temperature_c
     return (  # written out, because there is one for each GPU and second
-        GAP if ratio is None or not 0 <= ratio < MOST[0] else int(ratio * SCALES[0] + 0.5),
-        GAP if memory_bytes is None or not 0 <= memory_bytes < MOST[1] else int(memory_bytes * SCALES[1] + 0.5),
-        GAP if power_w is None or not 0 <= power_w < MOST[2] else int(power_w * SCALES[2] + 0.5),
-        GAP if temperature_c is None or not 0 <= temperature_c < MOST[3] else int(temperature_c * SCALES[3] + 0.5),
+        GAP if ratio is None or not 0 <= ratio < MOST_RATIO else int(ratio * PER_RATIO + 0.5),
+        GAP if memory_bytes is None or not 0 <= memory_bytes < MOST_BYTES else int(memory_bytes * PER_BYTE + 0.5),
+        GAP if power_w is None or not 0 <= power_w < MOST_W else int(power_w * PER_W + 0.5),
+        GAP if temperature_c is None or not 0 <= temperature_c < MOST_C else int(temperature_c * PER_C + 0.5),
     )
 
 

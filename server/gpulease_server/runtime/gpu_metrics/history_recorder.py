@@ -36,7 +36,7 @@ from gpulease_server.runtime.gpu_metrics.history import Block, GpuHistory, Windo
 from gpulease_server.runtime.gpu_metrics.time_series import DamagedSeries
 from gpulease_server.store import gpu_metrics_table
 from gpulease_server.store.dialects import error_message
-from gpulease_server.store.gpu_metrics_table import BY_WIDTH, SECONDS, BlockRow
+from gpulease_server.store.gpu_metrics_table import BY_WIDTH, HOURS, QUARTERS, SECONDS, BlockRow
 from gpulease_server.store.ledger_store import Store, StoreFailed
 
 log = logging.getLogger("gpulease.metrics")
@@ -66,14 +66,14 @@ class HistoryRecorder:
 
     def record(self, node: str, report: NodeReport, ledger: Ledger, now: Instant) -> None:
         """Record the readings of a node's report. One of a GPU that the ledger has on another node does not count."""
-        at_s = int(now.at.timestamp())
+        at_s, on_node = int(now.at.timestamp()), ledger.fleet.gpus_of_node.get(node, {})
         for reading in report.gpus:
-            gpu = ledger.gpus.get(reading.uuid)
-            if gpu is None or gpu.device.node != node:
+            uuid = reading.uuid
+            if uuid not in on_node:
                 continue
-            history = self._histories.get(reading.uuid)
+            history = self._histories.get(uuid)
             if history is None:
-                history = self._histories[reading.uuid] = GpuHistory()
+                history = self._histories[uuid] = GpuHistory()
             history.add(at_s, steps(reading))
 
     async def save(self, now: Instant, *, everything: bool = False) -> None:
@@ -82,7 +82,7 @@ class HistoryRecorder:
         for place in range(0, len(uuids), CHUNK):
             some = {uuid: self._histories[uuid] for uuid in uuids[place : place + CHUNK]}
             try:
-                await self._load(some)
+                await self._load(some, now.mono_s, everything)
                 await self._save(some, now.mono_s, everything)
             except (StoreFailed, SQLAlchemyError) as error:
                 detail = error.detail if isinstance(error, StoreFailed) else error_message(error)
@@ -91,11 +91,14 @@ class HistoryRecorder:
             self._log_problem("")
         self._drop(uuids, now)
 
-    async def _load(self, histories: dict[str, GpuHistory]) -> None:
-        """Complete the blocks with what the database has of them."""
+    async def _load(self, histories: dict[str, GpuHistory], now_s: float, everything: bool) -> None:
+        """Bring the blocks up to date, and complete them with what the database has of them."""
         fresh = {}
         for uuid, history in histories.items():
-            history.sum_up()
+            # Quarters and hours are written more seldom than minutes, so the minute that is not over is seldom added.
+            seldom = [block for block in history.blocks.values() if block.resolution in (QUARTERS, HOURS)]
+            due = not seldom or any([now_s - block.saved_s >= block.resolution.save_s for block in seldom])
+            history.sum_up(minutes_only=not (due or everything))
             for block in history.blocks.values():
                 if not block.loaded:
                     row = _row(uuid, block)
@@ -164,8 +167,9 @@ class HistoryRecorder:
             history = self._histories.get(uuid)
             if history is None:
                 continue
+            summed_s = history.summed_until_s(span.resolution)
             found[uuid] = [
-                (_copy(block), history.summed_s if block.resolution is not span.resolution else 0)
+                (_copy(block), summed_s if block.resolution is not span.resolution else 0)
                 for block in list(history.blocks.values())
                 if block.resolution in (span.resolution, SECONDS)
                 and block.start_s < span.to_s
