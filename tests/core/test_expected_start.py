@@ -256,6 +256,18 @@ def test_a_forecast_changes_nothing() -> None:
     here.check()
 
 
+def test_what_happens_while_it_is_made_changes_no_forecast() -> None:
+    here = world()
+    job_id = here.submit(timeout_s=60)
+    waiting = here.lease()
+    forecast = StartForecast(here.ledger, here.now, here.policy)
+    here.ledger.apply(replace(here.ledger.jobs[job_id], stuck_on=("a",)))
+    here.lease()
+    for _ in forecast.steps():
+        pass
+    assert list(forecast.starts) == [waiting.id]
+
+
 class Watched(VirtualDaemon):
     """Says what it expects once all requests have been made."""
 

@@ -72,7 +72,7 @@ class StartForecast:
         self.declared: dict[str, ExpectedStart] | None = None
         """What follows from declared times; None until all of that is known."""
         self._now, self._queue = now, VirtualQueue(ledger, now, policy)
-        self._ended = [ledger.leases[one] for one in ledger.ended_leases]
+        self._ended = list(map(ledger.leases.__getitem__, ledger.ended_leases))
 
     def steps(self) -> Iterator[None]:
         """Find them, a step at a time. It may be left at any step: what is known by then is true."""

@@ -24,6 +24,7 @@ from gpulease_server.core.records import (
     Change,
     GpuRecord,
     Instant,
+    JobRecord,
     LeaseRecord,
     NodeObservation,
     NotBefore,
@@ -56,7 +57,7 @@ BUDGET_STEP_S = 1.0
 class VirtualQueue:
     """A copy of the ledger as of now, with the first requests of its queue, that goes forward by itself.
 
-    Making it takes the records of each GPU, node and active lease, and calls nothing for any of them: the event loop
+    Making it takes the records of each GPU, node, active lease and job, and looks into none of them: the event loop
     waits for that. All else is done in `starts`, while the ledger may change.
     """
 
@@ -70,8 +71,9 @@ class VirtualQueue:
         self._waiting = set(first)
         """Of these, those that have not started."""
         self._requests = [*first.values(), *(ledger.leases[one] for one in others[:MAX_OTHERS])]
-        holders = dict.fromkeys(itertools.chain.from_iterable(ledger.fleet.holders_of_node.values()))
-        self._leases = [ledger.leases[one] for one in holders]
+        holders = itertools.chain.from_iterable(ledger.fleet.holders_of_node.values())
+        self._leases = list(map(ledger.leases.__getitem__, holders))
+        """Active leases; until `_fill` one on several nodes is there for each of them."""
         self._gpus = list(ledger.gpus.values())
         self._nodes, self._observations = ledger.nodes.copy(), ledger.node_observations.copy()
         self._leaves_at_s: dict[str, float] = {}
@@ -80,16 +82,13 @@ class VirtualQueue:
         """Nodes of which nothing is known."""
         self._draining_since = ledger.draining_since.copy()
         self._ends_s = ledger.ends_s.copy()
-        self._jobs = [
-            job
-            for record in (*self._leases, *self._requests)
-            if (job := ledger.live_jobs.get(record.lease.job_id or "")) is not None
-        ]
+        self._live_jobs, self._jobs = ledger.live_jobs.copy(), list[JobRecord]()
         self._before = [*self._nodes.values(), *_rules(ledger)]
         self._after = list(_waiting_state(ledger, {record.lease.id for record in self._requests}, policy.max_bypass))
         self._steps_counted_at_s = ledger.steps_counted_at_s
         self._reserved = list(ledger.calendar.in_order())
-        self._preempts_at_s = self._first_preempted_end_s(ledger)
+        self._preemptions = list(ledger.preemptions.values())
+        self._preempts_at_s = float("inf")
         self._late_s: dict[str, float] = {}
         """By active lease: how much later than it is taken to start it may start."""
         self._history, self._level = LeaseHistory(), 0
@@ -157,6 +156,10 @@ class VirtualQueue:
 
     def _fill(self, ledger: Ledger) -> Iterator[None]:
         """Make the copy, a step at a time."""
+        self._leases = list({record.lease.id: record for record in self._leases}.values())
+        job_ids = [record.lease.job_id for record in (*self._leases, *self._requests)]
+        self._jobs = [self._live_jobs[one] for one in job_ids if one in self._live_jobs]
+        self._preempts_at_s = self._first_preempted_end_s()
         moment = Ledger(nodes=self._nodes, node_observations=self._observations)
         problems = ((name, node_problem(moment, name, self._begun, self._policy)) for name in self._nodes)
         self._silent = {name for name, problem in problems if problem is not None}
@@ -222,11 +225,11 @@ class VirtualQueue:
             settle(turn)
             yield turn
 
-    def _first_preempted_end_s(self, ledger: Ledger) -> float:
+    def _first_preempted_end_s(self) -> float:
         """When the first lease or job is to have ended for a request (`core.preemption`). From then on it is not known
         who has what: jobs that have ended early wait at their old places."""
         jobs_s = (self._mono_s(job.job.preempt_at) for job in self._jobs if job.job.preempt_at is not None)
-        found = (one_s for one_s in (*jobs_s, *(one.end_s for one in ledger.preemptions.values())))
+        found = (one_s for one_s in (*jobs_s, *(one.end_s for one in self._preemptions)))
         return min((one_s for one_s in found if one_s > self._begun.mono_s), default=float("inf"))
 
     def _mono_s(self, at: datetime) -> float:
