@@ -19,7 +19,7 @@ from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import GpuReading, LeaseState, Process
 from gpulease_worker.probe import open_file_scanner, opener_classifier, process_attribution
 from gpulease_worker.probe.probe_protocol import Reading
-from gpulease_worker.processes import lease_claims, procfs
+from gpulease_worker.processes import bounded_read, lease_claims, procfs
 from gpulease_worker.processes.lease_cache import CachedLease, LeaseCache
 from tests.worker.build import GPUS, lease, python, under, until
 
@@ -304,13 +304,36 @@ def test_a_look_that_failed_does_not_mean_that_no_process_has_the_device_open(
 def test_a_process_whose_files_cannot_be_read_for_want_of_descriptors_is_not_one_that_has_none_open(
     device: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(process: str, wanted: set[str]) -> set[str]:
+    def full(process: str, wanted: set[str], found: set[str]) -> None:
         raise OSError(errno.ENFILE, os.strerror(errno.ENFILE), process)
 
     monkeypatch.setattr(open_file_scanner, "_descriptors", full)
     with opening(device) as pid:
         monkeypatch.setattr(process_tree, "all_pids", lambda: iter([pid]))
         assert open_file_scanner.scan({str(device)}).unreadable == 1
+
+
+def test_a_descriptor_counts_although_the_process_hangs_and_its_memory_map_cannot_be_read(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = threading.Event()
+    asleep: list[int] = []
+
+    def hangs(process: str, wanted: set[str], found: set[str]) -> None:
+        asleep.append(threading.get_native_id())
+        stuck.wait(60)
+
+    monkeypatch.setattr(open_file_scanner, "_mapped", hangs)
+    monkeypatch.setattr(bounded_read, "_sleeps_uninterruptibly", lambda thread: thread.native_id in asleep)
+    with opening(device) as pid:
+        monkeypatch.setattr(process_tree, "all_pids", lambda: iter([pid]))
+        try:
+            found = open_file_scanner.scan({str(device)})
+            assert [one.pid for one in found.by_path[str(device)]] == [pid]
+            assert found.unreadable == 1
+        finally:
+            stuck.set()
+        until(lambda: not bounded_read.is_hung(pid), "the read has returned")
 
 
 def test_an_opener_from_before_the_lease_keeps_no_gpu_unless_it_is_the_leases(device: Path) -> None:

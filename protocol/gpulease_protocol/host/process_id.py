@@ -129,30 +129,34 @@ class Stat(NamedTuple):
     """True when its first thread has ended and others have not: its own files in /proc are then empty."""
     stack_start: int = 0
     """Address of its stack, another one after each exec; 0 where the caller may not know it, or it has no memory."""
-    is_kernel_thread: bool = False
-    """True for a thread of the kernel: it has no program, and so no environment."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse the content of the file. Raises ValueError or IndexError when it is not such a file."""
         # The name is in brackets and may itself contain brackets and spaces: count from the last bracket.
         opened, closed = text.index("("), text.rindex(")")
-        words = text[closed + 2 :].split()
+        words = text[closed + 2 :].split(None, 26)
         # The state is that of the first thread. Once that has ended, others may still run or hang in the kernel: a
         # killed process with one thread in a driver call looks like this.
         ended, threads = words[0] in "ZX", int(words[17])
         name, dead, leader_ended = text[opened + 1 : closed], ended and threads <= 1, ended and threads > 1
         stack_start = int(words[25]) if len(words) > 25 else 0
-        is_kernel_thread = bool(int(words[6]) & PF_KTHREAD)
-        return cls(
-            name, dead, int(words[1]), int(words[2]), int(words[19]), leader_ended, stack_start, is_kernel_thread
-        )
+        return cls(name, dead, int(words[1]), int(words[2]), int(words[19]), leader_ended, stack_start)
 
 
 def stat(pid: int, proc: Path = Path("/proc")) -> Stat | None:
     """The current status of a process from /proc; None if there is no such process, or it is unreadable."""
     content = _read_stat(pid, proc)
     return None if content is None else Stat.parse(content.decode(errors="replace"))
+
+
+def program_stat(pid: int) -> Stat | None:
+    """As `stat`, but None also for a thread of the kernel: it has no program, and so no environment and no open file.
+    That takes less than `stat`, and most processes of a quiet machine are such threads."""
+    content = _read_stat(pid, "/proc")
+    if content is None or int(content[content.rindex(b")") + 2 :].split(None, 7)[6]) & PF_KTHREAD:
+        return None
+    return Stat.parse(content.decode(errors="replace"))
 
 
 def started_since(pid: int, start_ticks: int) -> bool:

@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import field
-from pathlib import Path
 
 from gpulease_protocol.host import process_tree
-from gpulease_protocol.host.process_id import ProcessId, stat
+from gpulease_protocol.host.process_id import ProcessId, program_stat
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Process
 from gpulease_worker.processes import bounded_read, procfs
@@ -29,8 +28,8 @@ SHORT_WAIT_S = 0.025
 processes. Without the scan a GPU that drains would not be free before the next reading."""
 PAUSE_RATIO, MAX_PAUSE_S = 10, 1.0
 """The pause after a scan, as a multiple of its duration, and its maximum."""
-KTHREADD_PID = 2
-"""The parent of every kernel thread."""
+PAGE_BYTES = 4096
+"""As much of a memory map is handed out at a time."""
 ScanTarget = tuple[str, str]
 """Path of a device file, and the id of the lease that has ended on its GPU."""
 DELETED_SUFFIX = " (deleted)"
@@ -133,44 +132,43 @@ def scan(paths: Collection[str]) -> ScanResult:
     process."""
     result = ScanResult()
     wanted = set(paths)
-    seen = {pid: one for pid in process_tree.all_pids() if pid != os.getpid() and (one := stat(pid)) is not None}
-    seen = {pid: one for pid, one in seen.items() if KTHREADD_PID not in (pid, one.parent)}
-    inspections: list[Callable[[str, set[str]], set[str]]] = [_descriptors, _mapped]
-    has: dict[int, set[str]] = {}
-    closed: set[int] = set()
-    for inspect in inspections:
+    seen = {pid: one for pid in process_tree.all_pids() if pid != os.getpid() and (one := program_stat(pid))}
+    has: dict[int, set[str]] = {pid: set() for pid in seen}
 
-        def at(pid: int, inspect: Callable[[str, set[str]], set[str]] = inspect) -> set[str] | None:
-            return _open_in(pid, wanted, seen[pid].leader_ended, inspect)
+    def inspect(pid: int) -> bool:
+        # What is found is added at once: the descriptors count even if the memory map cannot be read because the
+        # process hangs.
+        leader_ended, found = seen[pid].leader_ended, has[pid]
+        return all([_open_in(pid, wanted, leader_ended, look, found) for look in (_descriptors, _mapped)])
 
-        # The descriptors count even if the memory map cannot be read because the process hangs.
-        shown = bounded_read.read_each(at, seen)
-        for pid, paths_found in shown.items():
-            has.setdefault(pid, set()).update(paths_found or ())
-        closed |= {pid for pid in seen if pid not in shown or shown[pid] is None}
+    shown = bounded_read.read_each(inspect, seen)
+    closed = {pid for pid in seen if not shown.get(pid)}
     result.unreadable = len(closed)
     if closed:
         first = min(closed)
         result.unreadable_process = Process(pid=first, user=procfs.user_of(first), command=seen[first].name)
     for pid, paths_found in has.items():
-        for path in paths_found:
+        for path in tuple(paths_found):
             result.by_path.setdefault(path, []).append(ProcessId(pid, seen[pid].start_ticks))
     return result
 
 
 def _open_in(
-    pid: int, wanted: set[str], leader_ended: bool, inspect: Callable[[str, set[str]], set[str]]
-) -> set[str] | None:
-    """Which of the files a process has open; None if that cannot be read. If its first thread has ended, the other
-    threads are read."""
-    has: set[str] = set()
+    pid: int,
+    wanted: set[str],
+    leader_ended: bool,
+    look: Callable[[str, set[str], set[str]], None],
+    found: set[str],
+) -> bool:
+    """Add which of the files a process has open to `found`; False if that cannot be read. If its first thread has
+    ended, the other threads are read."""
     try:
         for directory in _other_tasks(pid) if leader_ended else (f"/proc/{pid}",):
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended and has nothing open
-                has |= inspect(directory, wanted)
+                look(directory, wanted, found)
     except OSError:  # no permission, or no free descriptor
-        return None
-    return has
+        return False
+    return True
 
 
 def _other_tasks(pid: int) -> Iterator[str]:
@@ -178,23 +176,38 @@ def _other_tasks(pid: int) -> Iterator[str]:
         yield from [entry.path for entry in entries if entry.name != str(pid)]
 
 
-def _descriptors(process: str, wanted: set[str]) -> set[str]:
-    has = set()
-    with os.scandir(f"{process}/fd") as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):  # closed meanwhile
-                path = os.readlink(entry.path).removesuffix(DELETED_SUFFIX)
-                if path in wanted:
-                    has.add(path)
-    return has
+def _descriptors(process: str, wanted: set[str], found: set[str]) -> None:
+    # A path in the open directory takes a third less of the kernel's time than one from /proc on.
+    directory = os.open(f"{process}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for descriptor in os.listdir(directory):
+            try:
+                path = os.readlink(descriptor, dir_fd=directory)
+            except FileNotFoundError:  # closed meanwhile
+                continue
+            if path.removesuffix(DELETED_SUFFIX) in wanted:
+                found.add(path.removesuffix(DELETED_SUFFIX))
+    finally:
+        os.close(directory)
 
 
-def _mapped(process: str, wanted: set[str]) -> set[str]:
-    maps = Path(f"{process}/maps").read_bytes()
+def _mapped(process: str, wanted: set[str], found: set[str]) -> None:
+    maps = _content(f"{process}/maps")
     if os.path.commonprefix(list(wanted)).encode() not in maps:  # noqa: RUF071 - letters, not directories
-        return set()  # as of nearly every process: one search, and not one for each GPU
+        return  # as of nearly every process: one search, and not one for each GPU
     likely = [path for path in wanted if path.encode() in maps]
     if not likely:
-        return set()
+        return
     names = {line.partition("/")[2].removesuffix(DELETED_SUFFIX) for line in maps.decode(errors="replace").splitlines()}
-    return {path for path in likely if path.removeprefix("/") in names}
+    found.update(path for path in likely if path.removeprefix("/") in names)
+
+
+def _content(path: str) -> bytes:
+    """A file of /proc, of which the kernel hands out a page at a time. Less work than `Path.read_bytes`."""
+    descriptor, parts = os.open(path, os.O_RDONLY | os.O_CLOEXEC), []
+    try:
+        while part := os.read(descriptor, PAGE_BYTES):
+            parts.append(part)
+    finally:
+        os.close(descriptor)
+    return b"".join(parts)

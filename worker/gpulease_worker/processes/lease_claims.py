@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gpulease_protocol.host import process_tree
-from gpulease_protocol.host.process_id import ProcessId, Stat, started_since, stat
+from gpulease_protocol.host.process_id import ProcessId, Stat, program_stat, started_since, stat
 from gpulease_protocol.node_protocol import NodeLease
 from gpulease_worker.processes import bounded_read, cgroup_directory, procfs
 
@@ -163,8 +163,8 @@ def _claim(pid: int, uids: Uids, budget: Budget | None) -> tuple[ProcessId, str]
     The identity is looked at before and after user and marker: if the process ended in between and its pid was reused,
     they are not those of the new process. What costs most comes last: most processes are of others, and name no lease.
     """
-    status = stat(pid)
-    if status is None or status.dead or status.is_kernel_thread:
+    status = program_stat(pid)
+    if status is None or status.dead:
         return None
     lease_id = _marker(pid, status, uids, budget)
     if lease_id is None or lease_id not in uids:
