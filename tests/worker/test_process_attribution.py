@@ -394,8 +394,9 @@ def test_a_lease_that_is_first_seen_when_it_has_ended_has_no_beginning(tmp_path:
 @pytest.mark.parametrize("state", [LeaseState.ACTIVE, LeaseState.ENDED])
 def test_a_lease_began_after_the_last_question_whose_answer_did_not_name_it(tmp_path: Path, state: LeaseState) -> None:
     holders = LeaseCache(tmp_path)
-    holders.update([], 1000)
-    holders.update([])
+    holders.update((), 500)
+    holders.update((), 1000)
+    holders.update(())
     (known,) = holders.update([lease("mine", *GPUS, state=state)], 2000)
     assert known.since_ticks == 1000
     (known, _) = holders.update([lease("mine", *GPUS, state=state), lease("next", *GPUS, state=state)], 3000)

@@ -74,6 +74,7 @@ def test_every_field_of_the_file_reaches_the_reading_in_pci_order(tmp_path: Path
         uuid="GPU-abcd0000-0000-0000-0000-000000000000",
         node="n",
         index=1,
+        minor_number=1,
         pci_bus_id="00000000:1B:00.0",
         name="Some GPU",
         memory_total_bytes=100,

@@ -105,7 +105,7 @@ def _with_leases(
     if known is not None:
         gpus = _with_remembered_leases(gpus, known)
     if reading.simulated:
-        gpus = [replace(gpu, minor_number=gpu.index) for gpu in gpus]
+        gpus = [gpu if gpu.minor_number == gpu.index else replace(gpu, minor_number=gpu.index) for gpu in gpus]
     return gpus
 
 
@@ -195,6 +195,8 @@ def _with_lease_ids(
             return claimed
         return lease.id if belongs_to(process.pid, lease, descendants) else claimed
 
+    if not gpu.processes:
+        return gpu
     return replace(gpu, processes=tuple(replace(process, lease_id=lease_of(process)) for process in gpu.processes))
 
 
@@ -216,7 +218,7 @@ def _with_remembered_leases(gpus: Sequence[GpuReading], known: KnownProcesses) -
             if process.lease_id is not None:
                 known[process.pid] = (start_ticks if now is None else now.start_ticks, process.lease_id)
             shown.append(process)
-        shown_gpus.append(replace(gpu, processes=tuple(shown)))
+        shown_gpus.append(replace(gpu, processes=tuple(shown)) if shown else gpu)
     return shown_gpus
 
 

@@ -280,7 +280,7 @@ def gpus_from(entries: Sequence[Mapping[str, Any]]) -> list[GpuReading]:
         )
         gpus.append(reading)
     gpus.sort(key=lambda gpu: (gpu.pci_bus_id or "").upper())
-    return [replace(gpu, index=index) for index, gpu in enumerate(gpus)]
+    return [replace(gpu, index=index, minor_number=index) for index, gpu in enumerate(gpus)]
 
 
 def links_from(machine: Mapping[str, Any]) -> tuple[GpuLink, ...]:

@@ -62,6 +62,8 @@ class LeaseCache:
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / FILE
         self._leases: dict[str, CachedLease] = {}
+        self._named: Sequence[NodeLease] | None = None
+        """What these were made from; None before the daemon has named any."""
         self._sent_at_ticks: int | None = None
 
     def load(self) -> None:
@@ -82,14 +84,10 @@ class LeaseCache:
         `sent_at_ticks`: when the report was sent, if these leases have just arrived in its answer. A lease that an
         answer does not name was granted after that report was sent, however late the next answer shows it.
         """
-        previous, remembered = self._leases, self.owner_of()
-        self._leases = {lease.id: self._cached(lease, previous.get(lease.id)) for lease in leases}
-        if remembered:
-            self.remember(remembered)  # a lease that is forgotten leaves them to the next one of its owner
+        if leases is not self._named:
+            self._replace(leases)
         if sent_at_ticks is not None:
             self._sent_at_ticks = sent_at_ticks
-        if self._leases != previous:
-            self._save()
         return tuple(self._leases.values())
 
     def owners(self) -> frozenset[ProcessId]:
@@ -111,6 +109,14 @@ class LeaseCache:
             for lease in previous.values()
         }
         if self._leases != previous:
+            self._save()
+
+    def _replace(self, leases: Sequence[NodeLease]) -> None:
+        previous, remembered = self._leases, self.owner_of()
+        self._named, self._leases = leases, {lease.id: self._cached(lease, previous.get(lease.id)) for lease in leases}
+        if remembered:
+            self.remember(remembered)  # a lease that is forgotten leaves them to the next one of its owner
+        if _remembered(self._leases) != _remembered(previous):
             self._save()
 
     def _cached(self, lease: NodeLease, previous: CachedLease | None) -> CachedLease:
@@ -137,6 +143,14 @@ class LeaseCache:
             temporary.rename(self._path)
         except OSError as error:
             log.warning("cannot write %s, so a restart of the worker forgets lease owners: %s", self._path, error)
+
+
+def _remembered(leases: Mapping[str, CachedLease]) -> dict[str, object]:
+    """By lease, what a worker that is started again cannot learn from the daemon. That a lease has ended, it can."""
+    return {
+        lease_id: (lease.owner, lease.since_ticks, lease.descendants, lease.user, lease.uid)
+        for lease_id, lease in leases.items()
+    }
 
 
 def remembered_owners(leases: Iterable[CachedLease]) -> dict[ProcessId, ProcessId]:
