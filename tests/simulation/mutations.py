@@ -441,6 +441,11 @@ def _without_limits_of(kind: LimitKind) -> Patches:
     return [(f"{CORE}.user_limits.UserUsage.applied", of_others)]
 
 
+def ignore_gpus_of_tokens() -> Patches:
+    """How many GPUs are held with a token keeps no request out."""
+    return [(f"{CORE}.token_budgets.held_gpus", lambda *_: 0)]
+
+
 def ignore_hours_of_the_day() -> Patches:
     """The GPU-hours a day of a token are counted, and keep no request out."""
     return [(f"{CORE}.token_budgets._left_s", lambda _: None)]
@@ -731,6 +736,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         ignore_gpu_hours,
         ignore_limits_of_tokens,
         ignore_limits_of_groups,
+        ignore_gpus_of_tokens,
         ignore_hours_of_the_day,
         forget_hours_of_the_day,
         outlast_budgets,
@@ -791,7 +797,7 @@ OF_LIMITS = ("grant_over_limits", "interactive_without_limit", "run_ahead_of_own
 """Those that only show where limits are set."""
 OF_BUDGETS = ("ignore_gpu_hours", "ignore_limits_of_tokens", "ignore_limits_of_groups")
 """Those that only show where GPU-hours are limited, or a token."""
-OF_TOKEN_BUDGETS = ("ignore_hours_of_the_day", "forget_hours_of_the_day", "outlast_budgets")
+OF_TOKEN_BUDGETS = ("ignore_gpus_of_tokens", "ignore_hours_of_the_day", "forget_hours_of_the_day", "outlast_budgets")
 """Those that only show where a token has a budget."""
 OF_RESERVATIONS = ("grant_what_is_reserved",)
 """Those that only show where GPUs are reserved."""
