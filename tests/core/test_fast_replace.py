@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 
@@ -48,6 +49,16 @@ def test_a_copy_has_the_changed_fields_and_shares_the_others() -> None:
     assert after.second is before.second
     assert before.first == 1
     assert replace(Plain(1), second=4) == Plain(1, 4)
+
+
+def test_a_copy_is_of_the_same_class_and_frozen() -> None:
+    for before in (Base(1, [2]), Derived(1, [2])):
+        after = replace(before, first=5)
+        assert type(after) is type(before)
+        assert pickle.loads(pickle.dumps(after)) == after
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            after.first = 6  # type: ignore[misc]
+        assert hash(replace(before, second=())) == hash(type(before)(1, ()))  # type: ignore[arg-type]
 
 
 def test_a_field_that_does_not_exist_is_refused() -> None:
