@@ -9,18 +9,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from gpulease_protocol.lazy_dataclass import dataclass
-from gpulease_protocol.model import Lease, LeaseState
+from gpulease_protocol.model import LeaseState
 from gpulease_protocol.node_protocol import DesiredState
 from gpulease_server.api import fair_share
 from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.direct_connection import DirectConnection
+from gpulease_server.api.lease_encoder import LEASE, LeaseEncoder
 from gpulease_server.api.request_body import key_of
 from gpulease_server.api.routes import leases, nodes
 from gpulease_server.runtime import clock
 
-LEASE: TypeAdapter[Lease] = TypeAdapter(Lease)
+RENEWED = LeaseEncoder()
 DESIRED_STATE: TypeAdapter[DesiredState] = TypeAdapter(DesiredState)
 JSON = (b"content-type", b"application/json")
 
@@ -121,7 +122,7 @@ async def show_lease(call: Call) -> Answer:
 async def renew_lease(call: Call) -> Answer:
     """Renew a lease."""
     proof = leases.PROOF_BODY.read(await call.body())
-    return _json(LEASE.dump_json(await leases.renew(call.name, proof, call.daemon)))
+    return _json(RENEWED.encode(await leases.renew(call.name, proof, call.daemon)))
 
 
 async def release_lease(call: Call) -> Answer:
