@@ -30,7 +30,7 @@ LAYERS = {
     ),
     "log": ("gpulease_protocol/host/logging", "runtime/event_log", "logging/__init__"),
     "authentication and authorization": ("api/auth/", "gpulease_protocol/host"),
-    "bodies and answers": ("pydantic", "api/request_body", "api/report_body", "api/problems"),
+    "bodies and answers": ("pydantic", "api/request_body", "api/report_body", "api/lease_encoder", "api/problems"),
     "writer: turns, answers, wakeups, metrics": ("gpulease_server/runtime/",),
     "core: decisions and ledger": ("gpulease_server/core/",),
     "store: rows and statements": ("gpulease_server/store/", "sqlalchemy", "msgspec"),
