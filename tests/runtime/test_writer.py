@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.errors import GpuleaseError, Unavailable
-from gpulease_protocol.model import Demand, Event, Holder, Lease
+from gpulease_protocol.model import Demand, Event, Holder, Lease, LeaseState
 from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.happenings import LeaseRequested, NodeReported, ReleaseRequested
 from gpulease_server.core.ledger import Ledger
@@ -98,6 +98,29 @@ def test_a_caller_goes_on_before_what_was_decided_is_logged(sqlite_url: str, mon
         assert lines == []
         await asyncio.sleep(0)
         assert "lease.granted" in lines
+
+    run(sqlite_url, body)
+
+
+def test_who_has_waited_for_a_grant_is_told_before_the_node_whose_report_has_led_to_it(sqlite_url: str) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer, gpus=1)
+        await writer.submit(ask())
+        waiting = await writer.submit(ask())
+        assert isinstance(waiting, Lease)
+        assert waiting.state is LeaseState.QUEUED
+        told: list[str] = []
+
+        async def poll() -> None:
+            assert await writer.wakeups.wait(f"lease:{waiting.id}", 20)
+            told.append(writer.committed.leases[waiting.id].lease.state)
+
+        async def exchange() -> None:
+            await report(writer, gpus=2)
+            told.append("node")
+
+        await asyncio.gather(poll(), exchange())
+        assert told == [LeaseState.ACTIVE, "node"]
 
     run(sqlite_url, body)
 

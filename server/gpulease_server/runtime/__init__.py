@@ -11,7 +11,7 @@ A turn
 3. Write the whole turn in one transaction, in a thread (group commit). What arrives meanwhile joins the next turn: many
    requests share one fsync, and the longer a commit takes, the more share the next. A turn that has nothing to store is
    not committed.
-4. Apply the turn to `committed`, answer the callers, wake everyone who waits for a lease, a job or a node to change.
+4. Apply the turn to `committed`, wake who waits for a lease, answer the callers, wake who waits for a job or a node.
 
 What must always hold: no caller is answered before the commit of the answer; `committed` moves only from one committed
 state to the next; a waiter that looks at `committed`, finds no change and waits cannot miss the change, because there

@@ -298,9 +298,12 @@ class Writer:
             log.exception("a turn was recorded but cannot be published; the ledger is loaded again")
             keys = set()
             await self._reload()
+        # Who has waited for a grant goes before the node whose report has led to it: its answer takes longer.
+        polled = {key for key in keys if key.startswith("lease:")}
+        self.wakeups.wake(polled)
         for future, answer in replies:
             _answer(future, answer)
-        self.wakeups.wake(keys)
+        self.wakeups.wake(keys - polled)
         self._note_untold()
         self._request_readings(self._requested_readings)
         if self.reading_requests != self._requested_readings:  # some are answered
