@@ -67,6 +67,10 @@ def test_the_same_bytes_are_on_the_wire(api: DaemonProcess, lease: dict[str, obj
     renew, read = head(f"POST {path}/renew", len(proof)), head(f"GET {path}")
     conversations: dict[str, tuple[bytes, ...]] = {
         "one request": (renew + proof,),
+        "a wrong token": (head(f"POST {path}/renew", 13) + b'{"token": 99}',),
+        "a release with a wrong token": (head(f"POST {path}/release", 13) + b'{"token": 99}',),
+        "a deletion with a wrong token": (head(f"DELETE {path}?token=99"),),
+        "no token": (head(f"POST {path}/renew", 14) + b'{"token": "1"}',),
         "a body that comes later": (renew, proof),
         "a body in two parts": (renew + proof[:3], proof[3:]),
         "two at once": (renew + proof + renew + proof,),

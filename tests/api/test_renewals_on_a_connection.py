@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,11 +20,17 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.api.app import Application, create_app
-from gpulease_server.api.auth.peer_credentials import PeerCredentialsProtocol
+from gpulease_server.api.auth import peer_credentials
+from gpulease_server.api.auth.peer_credentials import ConnectionType, PeerCredentials, PeerCredentialsProtocol
+from gpulease_server.api.auth.user_names import refresh_user_name
 from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.api.direct_connection import DirectConnection
+from gpulease_server.api.hot_path.operations import Renewal
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
+from gpulease_server.runtime.leadership.status import Leadership, LeadershipStatus
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from tests.runtime.faults import FaultyStore, ask, report, writing
 
@@ -65,7 +72,8 @@ class Story:
         self.lease_id, self.token = "", 0
 
     async def begin(self) -> None:
-        """Grant the lease."""
+        """Grant the lease. The name of the tests' user is known, so that their requests need not wait for it."""
+        await refresh_user_name(os.geteuid())
         await report(self.daemon.writer)
         lease: Any = await self.daemon.writer.submit(ask())
         self.lease_id, self.token = lease.id, lease.fencing_token
@@ -107,7 +115,11 @@ async def until(holds: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
-def tell(url: str, story: Callable[[Story], Awaitable[None]]) -> None:
+def tell(
+    url: str,
+    story: Callable[[Story], Awaitable[None]],
+    access: AccessSettings = AccessSettings(),
+) -> None:
     """Run a story."""
 
     async def told() -> None:
@@ -119,6 +131,7 @@ def tell(url: str, story: Callable[[Story], Awaitable[None]]) -> None:
                 recorder=GpuMetricsRecorder(store, writer),
                 host="here",
                 bearer_tokens=BearerTokens(store, writer),
+                access=access,
             )
             app = create_app(daemon)
             assert isinstance(app, Application)
@@ -150,6 +163,7 @@ def test_a_renewal_whose_client_has_left_counts(sqlite_url: str) -> None:
         async with told.connection() as one:
             await told.hold_commit(one)
         await until(lambda: not told.state.connections)
+        assert told.state.tasks, "a daemon that stops waits for it"
         told.store.gate.set()
         await until(lambda: told.expires_at_s() > before_s)
         async with told.connection() as another:
@@ -190,6 +204,125 @@ def test_a_daemon_that_stops_answers_what_it_has_of_a_connection(sqlite_url: str
             assert [reply.fields["x-request-id"] for reply in replies] == ["held", "behind-0", "behind-1"][: 1 + behind]
             assert {(reply.status, reply.body["id"]) for reply in replies} == {(200, told.lease_id)}
             assert replies[-1].fields["connection"] == "close"
+            assert await one.reader.read() == b""
+
+    tell(sqlite_url, story)
+
+
+def tasks_of(told: Story) -> list[asyncio.Task[None]]:
+    """The tasks that answer requests."""
+    return [task for task in told.state.tasks if isinstance(task, asyncio.Task)]
+
+
+def test_a_renewal_needs_no_task_unless_it_has_to_wait(sqlite_url: str) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            await told.hold_commit(one)
+            assert not tasks_of(told)
+            assert told.app.hot_path.metrics.in_flight == 1
+            one.writer.write(told.renewal("behind"))
+            await until(lambda: one.protocol.pipeline)
+            one.protocol.pause_writing()  # as if the client did not read
+            told.store.gate.set()
+            await until(lambda: tasks_of(told))
+            one.protocol.resume_writing()
+            assert [(await one.read()).fields["x-request-id"] for _ in range(2)] == ["held", "behind"]
+
+    tell(sqlite_url, story)
+
+
+def test_a_renewal_waits_for_its_turn_and_its_answer_too(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid, lane = 61_001, "keeping"
+    peer = PeerCredentials(uid=uid, gid=uid, local=True, connection=ConnectionType.SOCKET)
+    monkeypatch.setattr(peer_credentials, "peer_credentials_of", lambda _: peer)
+
+    async def story(told: Story) -> None:
+        share = told.app.hot_path.share
+        async with told.connection() as one:
+            for request_id in ("whose name has to be looked up", "whose name is known"):
+                assert share.begins_at_once(uid, lane)
+                ends_s = told.expires_at_s()
+                one.writer.write(told.renewal(request_id))
+                await until(lambda: tasks_of(told))
+                assert told.expires_at_s() == ends_s
+                assert told.app.hot_path.metrics.in_flight == 1
+                share.end(uid, lane, 0.0)
+                assert (await one.read()).status == 200
+                await until(lambda: not told.state.tasks)
+            await told.hold_commit(one)
+            assert not tasks_of(told)
+            assert share.begins_at_once(uid, lane), "who waits for the writer does not work"
+            told.store.gate.set()
+            await until(lambda: tasks_of(told))
+            share.end(uid, lane, 0.0)
+            assert (await one.read()).status == 200
+
+    tell(sqlite_url, story, AccessSettings(admins=frozenset({str(uid)})))
+
+
+@pytest.mark.parametrize(("where", "what"), [(Renewal, "happening"), (Renewal, "answer"), (DirectConnection, "answer")])
+def test_a_bug_is_answered(sqlite_url: str, monkeypatch: pytest.MonkeyPatch, where: type, what: str) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            with monkeypatch.context() as patched:
+                patched.setattr(where, what, fails)
+                one.writer.write(told.renewal("odd"))
+                assert (await one.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 500")
+        async with told.connection() as another:
+            another.writer.write(told.renewal("again"))
+            assert (await another.read()).status == 200
+
+    tell(sqlite_url, story)
+
+
+def test_a_renewal_is_not_confirmed_once_another_daemon_has_taken_over(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            await told.hold_commit(one)
+            monkeypatch.setattr(LeadershipStatus, "state", lambda _: Leadership.SUPERSEDED)
+            told.store.gate.set()
+            reply = await one.read()
+            assert (reply.status, reply.body["outcome"]) == (503, "unknown")
+            assert reply.body["request_id"] == reply.fields["x-request-id"] == "held"
+
+    tell(sqlite_url, story)
+
+
+def test_a_writer_that_ends_refuses_what_it_has_not_decided(sqlite_url: str) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one, told.connection() as other:
+            await told.hold_commit(one)
+            other.writer.write(told.renewal("late"))
+            await until(lambda: told.app.hot_path.metrics.in_flight == 2)
+            told.daemon.writer._stopping = True
+            told.store.gate.set()
+            assert (await one.read()).status == 200
+            reply = await other.read()
+            assert (reply.status, reply.fields["x-request-id"]) == (503, "late")
+            assert reply.body["request_id"] == "late"
+
+    tell(sqlite_url, story)
+
+
+def test_a_connection_is_closed_that_is_idle_and_not_one_that_waits(sqlite_url: str) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            one.protocol.timeout_keep_alive = 3600  # type: ignore[assignment]
+            one.writer.write(told.renewal("a"))
+            assert (await one.read()).status == 200
+            await told.hold_commit(one)
+            one.protocol._check_idle()
+            told.store.gate.set()
+            assert (await one.read()).status == 200
+            one.protocol._check_idle()
+            assert not one.protocol.transport.is_closing(), "it has been idle for less than an hour"
+            one.protocol.timeout_keep_alive = 0
+            one.protocol._check_idle()
             assert await one.reader.read() == b""
 
     tell(sqlite_url, story)

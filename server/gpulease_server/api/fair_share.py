@@ -91,15 +91,22 @@ class FairShare:
             self._last_other_s = self._last[1]
         self._last = (user, self._now_s())
 
-    async def begin(self, user: Hashable, lane: str, *, resumes: bool = False) -> None:
-        """Return when a request of this user may work."""
+    def begins_at_once(self, user: Hashable, lane: str) -> bool:
+        """True if a request of this user works from now on. Otherwise it has to `begin`."""
         own = self._users.get((user, lane))
         if own is None:
             self._forget_idle()
             own = self._users[user, lane] = _User(at_s=self._now_s())
-        if not (own.working or own.resuming or own.beginning) and self._delay_s(user, own) <= 0.0:
-            own.working = True
+        if own.working or own.resuming or own.beginning or self._delay_s(user, own) > 0.0:
+            return False
+        own.working = True
+        return True
+
+    async def begin(self, user: Hashable, lane: str, *, resumes: bool = False) -> None:
+        """Return when a request of this user may work."""
+        if self.begins_at_once(user, lane):
             return
+        own = self._users[user, lane]
         waiting = own.resuming if resumes else own.beginning
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting.append(turn)
@@ -168,6 +175,14 @@ class Turn:
         self.is_exempt = False
         """True if it has no limit any more."""
 
+    def begins_at_once(self, *, resumes: bool = False) -> bool:
+        """True if it works from now on, or does already. Otherwise it has to `begin`."""
+        if not self.is_exempt and self._since_s is None:
+            if not self._share.begins_at_once(self._user, self._lane):
+                return False
+            self._since_s = clock.mono_s() - (0.0 if resumes else REQUEST_S)
+        return True
+
     async def begin(self, *, resumes: bool = False) -> None:
         """Return when it may work; at once if it does."""
         if not self.is_exempt and self._since_s is None:
@@ -181,6 +196,11 @@ class Turn:
         if self._since_s is not None:
             took_s, self._since_s = clock.mono_s() - self._since_s + further_s, None
             self._share.end(self._user, self._lane, took_s)
+
+    def end_for_writer(self) -> None:
+        """It waits for the writer: that is work, too, and counted to its end where that is a lot."""
+        if not self.is_large:
+            self.end(WRITE_S)
 
     def exempt(self) -> None:
         """Give it no limit from now on, as at its end: a task that outlives its request takes no turn."""
@@ -211,12 +231,10 @@ async def waiting() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def waiting_for_writer() -> AsyncIterator[None]:
-    """As `waiting`, but what it waits for is work, too: counted to its end where that is a lot."""
+    """As `waiting`, but what it waits for is work, too, see `Turn.end_for_writer`."""
     turn = TURN.get()
-    if turn is None or turn.is_large:
-        yield
-        return
-    turn.end(WRITE_S)
+    if turn is not None:
+        turn.end_for_writer()
     yield
     await resume()
 

@@ -28,7 +28,9 @@ import logging
 import os
 import resource
 from collections import Counter, deque
+from collections.abc import Awaitable, Callable
 from enum import Enum, auto
+from itertools import chain
 from typing import Any, ClassVar
 
 from uvicorn._types import ASGI3Application
@@ -114,8 +116,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unsent_bytes = 0
         self._request_count = 0
         self._head_bytes = 0
-        self._header_count = 0
-        self._header_bytes = 0
+        self._user_request_bytes = 0
+        """How many bytes the unanswered requests of the peer's user may have."""
+        self._idle_since_s: float | None = None
+        """When the last response was complete, if nothing has arrived since; by the clock of the loop."""
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._hot_path = getattr(self.app, "hot_path", None)
+        self._is_parsing = False
+        self._arrived: RequestResponseCycle | None = None
+        """The request that is to be answered next, which is being parsed."""
         self._running: RequestResponseCycle | None = None
         """The request that is answered now. uvicorn's `cycle` is the newest, which may wait for its turn behind it."""
         self._unanswered: deque[int] = deque()
@@ -128,6 +137,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.open_by_uid[self.peer_uid] += 1
         user_limit = self._user_share(self.max_connections)
+        self._user_request_bytes = self._user_share(self.max_request_bytes)
         if len(self.connections) > self.max_connections:
             detail = f"{self.max_connections} connections are open already."
             self._send_last_response(Unavailable(detail, remedy="Try again later."))
@@ -153,9 +163,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.open_by_uid[self.peer_uid] -= 1
         if not self.open_by_uid[self.peer_uid]:
             del self.open_by_uid[self.peer_uid]
-        self._count_bytes(-sum(self._unanswered))
+        self._remove_bytes(sum(self._unanswered))
         self._unanswered.clear()
-        for timer in (self._timer, self._stall_timer):
+        for timer in (self._timer, self._stall_timer, self._idle_timer):
             if timer is not None:
                 timer.cancel()
         running = self._running
@@ -171,15 +181,24 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Parse what has arrived, within the limits."""
         if self._closing:
             return
+        self._idle_since_s = None
         if self._part is RequestPart.IDLE:
             self._part, self._head_bytes = RequestPart.HEAD, 0
         if self._part is RequestPart.HEAD:
             self._head_bytes += len(data)
-        super().data_received(data)
+        self._is_parsing = True
+        try:
+            super().data_received(data)
+        finally:
+            self._is_parsing = False
+            if self._arrived is not None:
+                self._answer_arrived()
         if self._closing:
             return
         if self._part is RequestPart.HEAD and self._head_bytes > self.max_head_bytes:
             self._refuse(HeadTooLarge(f"The head of the request exceeds {self.max_head_bytes} bytes."))
+        elif self._part is not RequestPart.IDLE and self.headers and len(self.headers) > self.max_headers:
+            self._refuse_fields()  # of a head that goes on, or after a body in chunks
         self._set_timer()
 
     def on_message_begin(self) -> None:
@@ -188,20 +207,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.scope[ON_DISCONNECT] = []  # type: ignore[literal-required]
         self._part = RequestPart.HEAD
         self._request_count += 1
-        self._header_count = self._header_bytes = 0
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One field of the head."""
-        self._header_count += 1
-        self._header_bytes += len(name) + len(value)
-        if self._header_count > self.max_headers:
-            self._refuse(HeadTooLarge(f"The request has over {self.max_headers} header fields."))
-            raise RequestRefused
-        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
-        size = len(self.url) + self._header_bytes
+        if len(self.headers) > self.max_headers:
+            self._refuse_fields()
+            raise RequestRefused
+        size = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
         if len(self.url) > MAX_URL_BYTES:
             self._refuse(UrlTooLong(f"The URL exceeds {MAX_URL_BYTES} bytes."))
             raise RequestRefused
@@ -212,49 +224,79 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._closing = True
             self.transport.abort()
             raise RequestRefused
-        self._require_share(size)
-        super().on_headers_complete()
+        self._add_bytes(size)
         self._unanswered.append(size)
-        self._count_bytes(size)
+        super().on_headers_complete()
         self._part = RequestPart.BODY
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Let the application answer a request."""
         self._running = cycle
         cycle.scope["extensions"] = {EXTENSION: DirectConnection(cycle)}  # type: ignore[dict-item]
+        if self._is_parsing and app is self.app:
+            self._arrived = cycle
+        else:
+            self.start_task(cycle, app)
+
+    def _answer_arrived(self) -> None:
+        """Answer the request of which the head was parsed just now; where all of it was, perhaps without a task."""
+        cycle, self._arrived = self._arrived, None
+        assert cycle is not None
+        if cycle.more_body or self._hot_path is None or not self._hot_path.begins(cycle, self):
+            self.start_task(cycle, self.app)
+
+    def start_task(self, cycle: RequestResponseCycle, app: Callable[..., Awaitable[None]]) -> None:
+        """Let an application answer a request, or do the rest of what was begun, in a task."""
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """A part of a body."""
         if not self.cycle.response_complete:  # else it is discarded
-            self._require_share(len(body))
+            self._add_bytes(len(body))
             self._unanswered[-1] += len(body)
-            self._count_bytes(len(body))
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        """A request is answered."""
+        """A request is answered. As uvicorn's, which makes a timer for each response and cancels it for the next."""
         if self._unanswered:  # else the connection is lost
-            self._count_bytes(-self._unanswered.popleft())
-        super().on_response_complete()
+            self._remove_bytes(self._unanswered.popleft())
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since_s = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._check_idle)
 
-    def _require_share(self, size_bytes: int) -> None:
-        """Refuse a request with so many bytes more if the unanswered ones would have too many."""
-        user_bytes = self.request_bytes_by_uid.get(self.peer_uid, 0) + size_bytes
-        all_bytes = sum(self.request_bytes_by_uid.values()) + size_bytes
-        is_usual = user_bytes <= self.max_request_bytes // USER_SHARE  # within the least share that anyone has
-        is_too_much = not is_usual and user_bytes > self._user_share(self.max_request_bytes)
-        if is_too_much or all_bytes > self.max_request_bytes:
+    def _check_idle(self) -> None:
+        """Close a connection on which nothing has arrived since the last response, for as long as one may stay."""
+        self._idle_timer = None
+        if self._idle_since_s is None:
+            return
+        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0.0:
+            self._idle_timer = self.loop.call_later(left_s, self._check_idle)
+        else:
+            self.timeout_keep_alive_handler()
+
+    def _add_bytes(self, size_bytes: int) -> None:
+        """Count so many bytes more of a request; refuse it if the unanswered ones would have too many."""
+        counts = self.request_bytes_by_uid
+        user_bytes = counts.get(self.peer_uid, 0) + size_bytes
+        if user_bytes <= self._user_request_bytes and sum(counts.values()) + size_bytes <= self.max_request_bytes:
+            counts[self.peer_uid] = user_bytes
+        else:
             detail = f"Requests from {self._user_words} that are not answered yet have {user_bytes} bytes."
             self._refuse(Unavailable(detail, remedy="Send fewer large requests at once."))
             raise RequestRefused
 
-    def _count_bytes(self, size_bytes: int) -> None:
-        left_bytes = self.request_bytes_by_uid.get(self.peer_uid, 0) + size_bytes
-        if left_bytes:
-            self.request_bytes_by_uid[self.peer_uid] = left_bytes
-        else:
-            self.request_bytes_by_uid.pop(self.peer_uid, None)
+    def _remove_bytes(self, size_bytes: int) -> None:
+        self.request_bytes_by_uid[self.peer_uid] -= size_bytes
+        if not self.request_bytes_by_uid[self.peer_uid]:
+            del self.request_bytes_by_uid[self.peer_uid]
 
     def on_message_complete(self) -> None:
         """The request is complete."""
@@ -316,6 +358,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         else:
             limit_s = self.head_s if self._part is RequestPart.HEAD else self.body_s
             self._refuse(TooSlow(f"The request was not complete after {limit_s:.0f} s.", remedy="Send it faster."))
+
+    def _refuse_fields(self) -> None:
+        self._refuse(HeadTooLarge(f"The request has over {self.max_headers} header fields."))
 
     def _refuse(self, error: GpuleaseError) -> None:
         """Close the connection with this error; a response in progress is finished first."""

@@ -33,7 +33,7 @@ from gpulease_server.runtime.outage import (
     reset_deadlines,
 )
 from gpulease_server.runtime.recent_events import RecentEvents
-from gpulease_server.runtime.submissions import Submission, SubmissionQueue
+from gpulease_server.runtime.submissions import Callback, Reply, Submission, SubmissionQueue
 from gpulease_server.runtime.wakeups import Wakeups, wakeup_keys
 from gpulease_server.store.disk_reserve import DiskReserve
 from gpulease_server.store.file_guard import FileGuard
@@ -84,8 +84,8 @@ class Writer:
         self._pending = PendingRequests()
         self._requested_readings: dict[str, float] = {}
         """As `reading_requests`, as the last turn has decided."""
-        self._futures: dict[str, asyncio.Future[Answer]] = {}
-        self._unanswered: dict[asyncio.Future[Answer], None] = {}
+        self._futures: dict[str, Reply] = {}
+        self._unanswered: dict[Reply, None] = {}
         """Oldest first."""
         self._queue = SubmissionQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -105,26 +105,40 @@ class Writer:
 
         During an outage renewals are still answered, see `Outage.answer_renewal`.
         """
-        if self._outage is not None and isinstance(happening, RenewalRequested):
-            answer = self._outage.answer_renewal(self.committed, happening, clock.now(), self.policy)
-            if answer is not None:
-                return _raise_if_error(answer)
-        if self.problem is not None:
-            problem = self.problem.rstrip(".")
-            raise Unavailable(f"The daemon cannot record anything now: {problem}.", remedy=NOTHING_DONE)
-        if self.disk_reserve.is_short and isinstance(happening, (LeaseRequested, JobSubmitted)):
-            detail = "The disk of the ledger is full; what is left is kept for releases and cancellations."
-            raise Unavailable(detail, remedy="Nothing was done. Free some space on the daemon's disk, then ask again.")
+        answer = self._answer_at_once(happening)
+        if answer is not None:
+            return _raise_if_error(answer)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         begun_s = clock.mono_s()
         self._add(Submission(happening, future))
-        self._unanswered[future] = None
         try:
             answer = _raise_if_error(await future)
             self.metrics.observe_answer(happening, answer, begun_s)
             return answer
         finally:
             del self._unanswered[future]
+
+    def begin(self, happening: Happening, tell: Callable[[Answer], None]) -> None:
+        """As `submit`, but `tell` is called later, with the answer or the error; not if this raises `Unavailable`."""
+        answer = self._answer_at_once(happening)
+        if answer is not None:
+            asyncio.get_running_loop().call_soon(tell, answer)
+            return
+        self._add(Submission(happening, Callback(tell, self._unanswered)))
+
+    def _answer_at_once(self, happening: Happening) -> Answer | None:
+        """The answer to a renewal during an outage. Raises `Unavailable` if a happening cannot be recorded now."""
+        if self._outage is not None and isinstance(happening, RenewalRequested):
+            answer = self._outage.answer_renewal(self.committed, happening, clock.now(), self.policy)
+            if answer is not None:
+                return answer
+        if self.problem is not None:
+            problem = self.problem.rstrip(".")
+            raise Unavailable(f"The daemon cannot record anything now: {problem}.", remedy=NOTHING_DONE)
+        if self.disk_reserve.is_short and isinstance(happening, (LeaseRequested, JobSubmitted)):
+            detail = "The disk of the ledger is full; what is left is kept for releases and cancellations."
+            raise Unavailable(detail, remedy="Nothing was done. Free some space on the daemon's disk, then ask again.")
+        return None
 
     def enqueue(self, happening: Happening) -> None:
         """Queue a happening that needs no answer. It is dropped if nothing can be recorded now or the queue is full."""
@@ -149,6 +163,8 @@ class Writer:
     def _add(self, submission: Submission) -> None:
         if not self._queue.put(submission):
             raise Unavailable(f"{len(self._queue)} requests are waiting for an answer already.", remedy=NOTHING_DONE)
+        if submission.future is not None:
+            self._unanswered[submission.future] = None
 
     async def run(self) -> None:
         """Take turns until cancelled. A commit under way is finished first, and its callers are answered."""
@@ -312,9 +328,7 @@ class Writer:
         # After the callers have gone on: they were answered before.
         asyncio.get_running_loop().call_soon(event_log.log_turn, turn.changes, turn.answers)
 
-    def _pop_answers(
-        self, turn: Turn | None, submissions: list[Submission]
-    ) -> list[tuple[asyncio.Future[Answer], Answer]]:
+    def _pop_answers(self, turn: Turn | None, submissions: list[Submission]) -> list[tuple[Reply, Answer]]:
         """The futures that this turn answers, with their answers; these and those of `submissions` are forgotten."""
         answers = turn.answers if turn is not None else []
         replies = [(self._futures.pop(cause, None), answer) for cause, answer in answers]
@@ -322,7 +336,7 @@ class Writer:
             self._futures.pop(submission.happening.cause, None)
         return [(future, answer) for future, answer in replies if future is not None]
 
-    def _fail(self, submissions: list[Submission], replies: list[tuple[asyncio.Future[Answer], Answer]]) -> None:
+    def _fail(self, submissions: list[Submission], replies: list[tuple[Reply, Answer]]) -> None:
         """After a bug in a turn: a lone submission is the one that caused it and gets a 500; several get a turn each.
         A request of an earlier turn that was answered in this one gets a 503."""
         fault = GpuleaseError(FAULT, remedy="Please report it with the daemon's log.")
@@ -410,12 +424,12 @@ class Writer:
         for lost in self.grant_waiters.end_commit():
             self.enqueue(lost)
 
-    def _refuse(self, futures: Iterable[asyncio.Future[Answer]], error: GpuleaseError) -> None:
+    def _refuse(self, futures: Iterable[Reply], error: GpuleaseError) -> None:
         for future in list(futures):
             _answer(future, error)
 
 
-def _answer(future: asyncio.Future[Answer], answer: Answer) -> None:
+def _answer(future: Reply, answer: Answer) -> None:
     if not future.done():
         future.set_result(answer)
 

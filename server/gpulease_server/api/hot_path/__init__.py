@@ -9,6 +9,7 @@ routes, and of every request that is unusual.
 |---|---|
 | What may be asked, and how is it described? | `routes`: the hot path calls their functions, and OpenAPI shows them |
 | Does a request take the hot path? | `hot_requests`: from its head alone, before anything of it is done or counted |
+| Which part of a request needs a task? | `exchange`: one request from when it is counted to its answer |
 | Who may, how often, whose turn is it, is the answer stale, what is logged? | the middlewares' and `auth`'s functions |
 
 What must hold:

@@ -57,9 +57,9 @@ class HotRoute:
 HOT_ROUTES = (
     HotRoute("POST", "/v1/leases", operations.request_lease, "", WAIT, LARGE_BYTES),
     HotRoute("GET", "/v1/leases/{lease_id}", operations.show_lease, "lease_id", WAIT_WHILE),
-    HotRoute("DELETE", "/v1/leases/{lease_id}", operations.delete_lease, "lease_id", TOKEN),
-    HotRoute("POST", "/v1/leases/{lease_id}/renew", operations.renew_lease, "lease_id", NO_QUERY, LARGE_BYTES),
-    HotRoute("POST", "/v1/leases/{lease_id}/release", operations.release_lease, "lease_id", NO_QUERY, LARGE_BYTES),
+    HotRoute("DELETE", "/v1/leases/{lease_id}", operations.Deletion(), "lease_id", TOKEN),
+    HotRoute("POST", "/v1/leases/{lease_id}/renew", operations.Renewal(), "lease_id", NO_QUERY, LARGE_BYTES),
+    HotRoute("POST", "/v1/leases/{lease_id}/release", operations.Release(), "lease_id", NO_QUERY, LARGE_BYTES),
     HotRoute("POST", "/v1/nodes/{name}/exchange", operations.exchange_report, "name", NO_QUERY, MAX_BODY_BYTES),
 )
 

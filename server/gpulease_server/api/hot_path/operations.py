@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 
 from pydantic import TypeAdapter
@@ -17,8 +18,11 @@ from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.direct_connection import DirectConnection
 from gpulease_server.api.lease_encoder import LEASE, LeaseEncoder
+from gpulease_server.api.lease_times import with_times
 from gpulease_server.api.request_body import key_of
-from gpulease_server.api.routes import leases, nodes
+from gpulease_server.api.routes import lease_changes, leases, nodes
+from gpulease_server.core.happenings import ReleaseRequested, RenewalRequested
+from gpulease_server.core.records import LeaseRecord
 from gpulease_server.runtime import clock
 
 RENEWED = LeaseEncoder()
@@ -119,23 +123,61 @@ async def show_lease(call: Call) -> Answer:
     return _json(LEASE.dump_json(lease))
 
 
-async def renew_lease(call: Call) -> Answer:
+class LeaseChange(ABC):
+    """What the writer decides of a lease. A call is the whole operation; without a task it is `happening`, the writer's
+    answer, and `answer`."""
+
+    has_body = True
+
+    async def __call__(self, call: Call) -> Answer:
+        """Carry it out."""
+        token = self.token(call, await call.body() if self.has_body else b"")
+        record = await lease_changes.find_lease(call.daemon, call.name)
+        decided = lease_changes.decided(call.daemon, record, self.happening(call, record, token))
+        return self.answer(call, record, await decided)
+
+    def token(self, call: Call, body: bytes) -> int | None:
+        """The fencing token that was sent. Raises what is wrong with the body."""
+        return leases.PROOF_BODY.read(body).fencing_token
+
+    @abstractmethod
+    def happening(self, call: Call, record: LeaseRecord, token: int | None) -> RenewalRequested | ReleaseRequested:
+        """What the writer decides."""
+
+    def answer(self, call: Call, record: LeaseRecord, lease: Lease) -> Answer:
+        """The answer with the lease as it was decided. `record`: as it was before."""
+        return _json(LEASE.dump_json(lease))
+
+
+class Renewal(LeaseChange):
     """Renew a lease."""
-    proof = leases.PROOF_BODY.read(await call.body())
-    return _json(RENEWED.encode(await leases.renew(call.name, proof, call.daemon)))
+
+    def happening(self, call: Call, record: LeaseRecord, token: int | None) -> RenewalRequested:
+        """What the writer decides."""
+        return lease_changes.renewal(record, token)
+
+    def answer(self, call: Call, record: LeaseRecord, lease: Lease) -> Answer:
+        """The answer, with the times that the writer does not know."""
+        return _json(RENEWED.encode(with_times(call.daemon, record, lease)))
 
 
-async def release_lease(call: Call) -> Answer:
+class Release(LeaseChange):
     """Give the GPUs back."""
-    proof = leases.PROOF_BODY.read(await call.body())
-    return _json(LEASE.dump_json(await leases.release(call.name, proof, call.daemon, call.caller)))
+
+    def happening(self, call: Call, record: LeaseRecord, token: int | None) -> ReleaseRequested:
+        """What the writer decides."""
+        return lease_changes.release(record, token, call.caller)
 
 
-async def delete_lease(call: Call) -> Answer:
+class Deletion(Release):
     """The same, with the fencing token in the URL."""
-    token = call.query["token"]
-    lease = await leases.delete_lease(call.name, call.daemon, call.caller, None if token is None else int(token))
-    return _json(LEASE.dump_json(lease))
+
+    has_body = False
+
+    def token(self, call: Call, body: bytes) -> int | None:
+        """The fencing token that was sent."""
+        token = call.query["token"]
+        return None if token is None else int(token)
 
 
 async def exchange_report(call: Call) -> Answer:

@@ -58,5 +58,7 @@ def _is_this_host(hosts: list[str]) -> bool:
 
 def _is_own_page(origins: list[str], host: str) -> bool:
     """True for no `Origin`, and for that of this daemon's own pages; another port may be another user's server."""
+    if not origins:
+        return True
     own = (f"http://{host}".lower(), f"https://{host}".lower())
-    return not origins or (len(origins) == 1 and origins[0].lower() in own)
+    return len(origins) == 1 and origins[0].lower() in own

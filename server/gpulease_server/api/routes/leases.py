@@ -23,11 +23,13 @@ from gpulease_server.api.auth.peer_credentials import OwnerClaim, PeerCredential
 from gpulease_server.api.auth.redaction import redact_lease, without_env
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.lease_times import expected_starts, timed_view, with_times
-from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
+from gpulease_server.api.problems import LOCATION, error_responses
 from gpulease_server.api.query_parameters import UUID_PATTERN
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
+from gpulease_server.api.routes import lease_changes
 from gpulease_server.api.routes.adopted_process import adopted_elsewhere, adopted_here
 from gpulease_server.api.routes.dry_run import explain_unmade
+from gpulease_server.api.routes.lease_changes import find_lease
 from gpulease_server.api.streams.long_poll import (
     LONG_SLICE_S,
     NEXT_LINK,
@@ -45,11 +47,9 @@ from gpulease_server.core.happenings import (
     AnswerLost,
     IdempotencyKey,
     LeaseRequested,
-    ReleaseRequested,
-    RenewalRequested,
     WaiterPolled,
 )
-from gpulease_server.core.lease import MadeLongAgo, answer_for_old_lease, ended_sentence
+from gpulease_server.core.lease import MadeLongAgo, ended_sentence
 from gpulease_server.core.order import Positions
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.records import Adoption, LeaseRecord, WatchedOwner
@@ -158,7 +158,7 @@ async def make_lease(
     if lease.state is LeaseState.QUEUED and wait_s > 0:
         await _wait_while(daemon, request, caller, lease.id, lease.state, wait_s)
     await _note_told(daemon, request, caller, lease.id, is_repeated=lease.id != requested.lease_id)
-    lease = lease_view(daemon.ledger, await _find_lease(daemon, lease.id), daemon.now(), daemon.policy)
+    lease = lease_view(daemon.ledger, await find_lease(daemon, lease.id), daemon.now(), daemon.policy)
     if lease.state is LeaseState.ENDED:
         raise _ended(lease)
     return lease
@@ -248,12 +248,12 @@ async def show_lease(
     """One lease. With `wait_s`, a long poll: the answer is held until the state changes. Only a long poll or renewal by
     the holder keeps a queued lease, each for its `ttl_s`; a long poll that is broken off, for a minute. `token` and
     `env` are shown only to the holder and to administrators."""
-    record = await _find_lease(daemon, lease_id)
+    record = await find_lease(daemon, lease_id)
     starts = await expected_starts(daemon, [record] if wait_s == 0 else [])
     if wait_s > 0:
         await _wait_while(daemon, request, caller, lease_id, wait_while or record.lease.state, wait_s)
     await _claim(daemon, request, caller, lease_id)
-    lease = redact_lease(caller, timed_view(daemon, await _find_lease(daemon, lease_id)))
+    lease = redact_lease(caller, timed_view(daemon, await find_lease(daemon, lease_id)))
     return with_expected_start(lease, starts)
 
 
@@ -266,9 +266,9 @@ async def show_lease(
 async def renew(lease_id: str, proof: Annotated[HolderProof, Depends(PROOF_BODY)], daemon: DaemonDep) -> Lease:
     """Extend the lease to a full `ttl_s` from now. An expired one revives unless a GPU of it was granted again.
     `idle_s` tells the holder for how long its GPUs have done nothing."""
-    happening = RenewalRequested(cause=ids.new_id("request"), lease_id=lease_id, fencing_token=proof.fencing_token)
-    record = await _find_lease(daemon, lease_id)
-    return with_times(daemon, record, await _submit(daemon, record, happening))
+    record = await find_lease(daemon, lease_id)
+    renewal = lease_changes.renewal(record, proof.fencing_token)
+    return with_times(daemon, record, await lease_changes.decided(daemon, record, renewal))
 
 
 @router.post(
@@ -308,7 +308,7 @@ async def delete_lease(
 @router.get("/{lease_id}/explain", operation_id="explainLease", responses=error_responses("not_found"))
 async def explain_lease(lease_id: str, daemon: DaemonDep) -> Explanation:
     """Explain why the lease waits, GPU by GPU, or why it ended."""
-    record = await _find_lease(daemon, lease_id)
+    record = await find_lease(daemon, lease_id)
     start = (await expected_starts(daemon, [record])).get(lease_id)
     record = daemon.ledger.leases.get(lease_id, record)
     is_declared = start is not None and start.basis is ExpectedBasis.DECLARED
@@ -341,28 +341,8 @@ def _remote_owner_watch(daemon: DaemonState, body: LeaseRequest, caller: Caller)
 
 
 async def _release(daemon: DaemonState, caller: Caller, lease_id: str, fencing_token: int | None) -> Lease:
-    record = await _find_lease(daemon, lease_id)
-    revoked_by = None if caller.owns(record.lease.holder) else caller.user
-    happening = ReleaseRequested(
-        cause=ids.new_id("request"), lease_id=lease_id, fencing_token=fencing_token, revoked_by=revoked_by
-    )
-    return await _submit(daemon, record, happening)
-
-
-async def _submit(daemon: DaemonState, record: LeaseRecord, happening: RenewalRequested | ReleaseRequested) -> Lease:
-    # A lease that is only in the database ended long ago, unless the ledger is still being read.
-    if daemon.writer.problem is None and happening.lease_id not in daemon.ledger.leases:
-        return answer_for_old_lease(record.lease, happening)
-    answer = await daemon.submit(happening)
-    assert isinstance(answer, Lease)
-    return answer
-
-
-async def _find_lease(daemon: DaemonState, lease_id: str) -> LeaseRecord:
-    record = daemon.ledger.leases.get(lease_id) or await asyncio.to_thread(daemon.store.lease, lease_id)
-    if record is None:
-        raise NotFound(f"There is no lease {lease_id}.", remedy=MAYBE_PRUNED.format("leases"))
-    return record
+    record = await find_lease(daemon, lease_id)
+    return await lease_changes.decided(daemon, record, lease_changes.release(record, fencing_token, caller))
 
 
 def _ended(lease: Lease) -> LeaseLost:
@@ -439,8 +419,6 @@ async def _note_told(
 
 async def _renew(daemon: DaemonState, record: LeaseRecord) -> None:
     daemon.writer.grant_waiters.note_renewed(record.lease.id)
-    renewal = RenewalRequested(
-        cause=ids.new_id("request"), lease_id=record.lease.id, fencing_token=record.lease.fencing_token
-    )
+    renewal = lease_changes.renewal(record, record.lease.fencing_token)
     with contextlib.suppress(LeaseLost, StaleToken, NotFound):  # it ends at this moment, and is shown as it is
         await daemon.submit(renewal)
