@@ -76,7 +76,7 @@ class Shared:
 
 
 class MustWait(Exception):
-    """What was to be had at once has to be waited for."""
+    """What is not available at once has to be waited for."""
 
 
 class Exchange:
