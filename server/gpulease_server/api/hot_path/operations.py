@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from gpulease_protocol.lazy_dataclass import dataclass
-from gpulease_protocol.model import LeaseState
+from gpulease_protocol.model import Lease, LeaseState
 from gpulease_protocol.node_protocol import DesiredState
 from gpulease_server.api import fair_share
 from gpulease_server.api.auth.callers import Caller
