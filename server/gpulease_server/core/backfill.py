@@ -400,6 +400,8 @@ class BlockedRequests:
 
     def could_use(self, gpus: Iterable[GpuRecord]) -> Iterator[LimitedDemand]:
         """The demands of older requests that could use GPUs which a newer one was granted."""
+        if not self._waiting:
+            return iter(())
         granted = {gpu.device.uuid for gpu in gpus}
         return (
             demand
@@ -416,6 +418,8 @@ class BlockedRequests:
     ) -> None:
         """Count a bypass for every older request that could use GPUs which a newer one was granted. `is_before`: of
         those only the ones that still come before it; None if all do. `undelayed`: those that it does not delay."""
+        if not self._waiting:
+            return
         demands = (demand for demand in self.could_use(gpus) if demand not in undelayed.demands)
         passed = [record for demand in demands for record in self._waiting[demand]]
         if is_before is not None:

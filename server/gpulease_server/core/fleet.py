@@ -82,13 +82,17 @@ class Fleet:
         """Add or change a GPU. `find_free` is to be called for its node and for the one on which it was, or, where its
         device has not changed, `find_whether_free` for it."""
         device = record.device
-        if before is not None:
-            self._count_holder(before, -1)
+        if before is None:
+            self._forget_candidates()
+        elif before.device is not device and before.device != device:
+            self._forget_candidates()
             if before.device.node != device.node:
                 discard(self.gpus_of_node, before.device.node, device.uuid)
-        if before is None or before.device != device:
-            self._forget_candidates()
-        self._count_holder(record, 1)
+        if before is None:
+            self._count_holder(record, 1)
+        elif before.lease_id is None or before.lease_id != record.lease_id or before.device is not device:
+            self._count_holder(before, -1)
+            self._count_holder(record, 1)
         self.gpus_of_node.setdefault(device.node, {})[device.uuid] = record
 
     def remove_gpu(self, record: GpuRecord) -> None:

@@ -6,8 +6,8 @@ Latin-1 makes the whole string two or four times as large. What JSON counts as 1
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
+from sys import getsizeof
 
 from gpulease_protocol.model import Job, JobSpec, Lease
 from gpulease_server.core.records import Change, JobRecord, LeaseRecord
@@ -21,16 +21,12 @@ ENTRY_BYTES = 40
 def lease_bytes(lease: Lease) -> int:
     """Memory of a lease."""
     demand, holder = lease.demand, lease.holder
-    texts = (
-        holder.user,
-        holder.host,
-        holder.label,
-        demand.node,
-        demand.gpu_model,
-        *demand.uuids,
-        *(demand.among or ()),
-    )
-    size = RECORD_BYTES + _text_bytes(texts) + ENTRY_BYTES * len(demand.indices)
+    size = RECORD_BYTES + ENTRY_BYTES * len(demand.indices)
+    for text in (holder.user, holder.host, holder.label, demand.node, demand.gpu_model):
+        if text is not None:  # written out, because each lease is counted several times
+            size += getsizeof(text) + ENTRY_BYTES
+    if demand.uuids or demand.among:
+        size += _text_bytes((*demand.uuids, *(demand.among or ())))
     for member in lease.members:
         size += RECORD_BYTES + _text_bytes(member.env.values())
     return size
@@ -66,4 +62,4 @@ def shown_characters(record: LeaseRecord | JobRecord) -> int:
 
 def _text_bytes(texts: Iterable[str | None]) -> int:
     present = [text for text in texts if text is not None]
-    return sum(map(sys.getsizeof, present)) + ENTRY_BYTES * len(present)
+    return sum(map(getsizeof, present)) + ENTRY_BYTES * len(present)

@@ -262,37 +262,44 @@ class Ledger(RequestQueue):
             self.leases[lease.id] = record
             self.unclaimed.discard(lease.id)
             return
+        is_active, is_queued = lease.state is LeaseState.ACTIVE, lease.state is LeaseState.QUEUED
         if before is not None and before.lease.state is LeaseState.ACTIVE:
             self.limits.count_active(before.lease, -1)
-        if lease.state is LeaseState.ACTIVE:
+        if is_active:
             self.limits.count_active(lease, 1)
         self._note_end(record)
-        self.reclaims.put_lease(lease)
         self.leases[lease.id] = record
         self.next_number = max(self.next_number, record.number + 1)
         self.next_token = max(self.next_token, (lease.fencing_token or 0) + 1)
-        waits = lease.id in self.queued_bytes
-        if lease.state is LeaseState.QUEUED and not waits:
-            self.limits.count_queued(lease.holder, 1)
-            self._count_bytes(lease.id, lease.holder.user, lease_bytes(lease))
-        elif lease.state is not LeaseState.QUEUED and waits:
-            self._waits_no_more(lease)
-        if waits or lease.state is LeaseState.QUEUED:
-            self._place_in_queue(record)
-        put_watch(self.watched_owners, record)
-        count_for_token(self.leases_of_tokens, lease)
-        is_unclaimed = lease.state is LeaseState.ACTIVE and record.renewed_at is None
-        (self.unclaimed.add if is_unclaimed else self.unclaimed.discard)(lease.id)
-        if lease.state is not LeaseState.QUEUED:
+        if is_queued or lease.id in self.queued_bytes:
+            self._put_waiting(record)
+        has_reclaim_rule = lease.demand.reclaim_idle_after_s is not None
+        if has_reclaim_rule or record.watched_owner is not None or lease.holder.token_id is not None:
+            self.reclaims.put_lease(lease)
+            put_watch(self.watched_owners, record)
+            count_for_token(self.leases_of_tokens, lease)
+        (self.unclaimed.add if is_active and record.renewed_at is None else self.unclaimed.discard)(lease.id)
+        if not is_queued:
             self.not_before.pop(lease.id, None)
             self.bypasses.pop(lease.id, None)
             for bypasses in self.limit_bypasses.values():
                 bypasses.pop(lease.id, None)
-        self.ended_bytes["leases"] -= self.ended_leases.pop(lease.id, 0)
+        if lease.id in self.ended_leases:
+            self.ended_bytes["leases"] -= self.ended_leases.pop(lease.id)
         self.last_leases.pop(lease.fencing_token or 0, None)
         if lease.state is LeaseState.ENDED:
             self._forget_run_ahead(lease.id)
             self._put_ended_lease(lease)
+
+    def _put_waiting(self, record: LeaseRecord) -> None:
+        """Bring the queue up to date for a lease that waits, or has done so until now."""
+        lease, waited = record.lease, record.lease.id in self.queued_bytes
+        if lease.state is not LeaseState.QUEUED:
+            self._waits_no_more(lease)
+        elif not waited:
+            self.limits.count_queued(lease.holder, 1)
+            self._count_bytes(lease.id, lease.holder.user, lease_bytes(lease))
+        self._place_in_queue(record)
 
     def _note_end(self, record: LeaseRecord) -> None:
         """Know when an active lease ends that declares a time, and which ones may be preempted. A lease of a job ends
@@ -329,7 +336,7 @@ class Ledger(RequestQueue):
             oldest = next(iter(self.ended_leases))
             self.ended_bytes["leases"] -= self.ended_leases.pop(oldest)
             token = self.leases[oldest].lease.fencing_token
-            if token is not None and self.gpus_of_token[token]:
+            if token is not None and token in self.gpus_of_token:
                 self.last_leases[token] = oldest
             else:
                 del self.leases[oldest]

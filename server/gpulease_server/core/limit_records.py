@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 from datetime import datetime
+from functools import lru_cache
 from typing import NamedTuple
 
 from gpulease_protocol.lazy_dataclass import dataclass
@@ -101,6 +102,7 @@ class GpuTimeRemoved:
     key: LimitKey
 
 
+@lru_cache(1000)
 def user_key(user: str | None) -> LimitKey:
     """The user of a lease."""
     return LimitKey(LimitKind.USER, user)

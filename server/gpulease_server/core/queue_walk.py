@@ -175,7 +175,7 @@ class QueueWalk:
                 self._list(skipped)
         is_before = self.is_before(user, place)
         self.blocked.count_bypass(turn, gpus, is_before, undelayed)
-        for one in self.reservations.users.ordered(user):
+        for one in self.reservations.users.ordered(user) if self._by_limiter else ():
             for members in self._by_limiter.get(one.key, ()):
                 if (alike := self._skipped.get(members)) is not None:  # else another limit had it looked at again
                     self._list(alike)

@@ -11,7 +11,7 @@ from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace, UsersApart
-from gpulease_server.core.limit_index import LimitChange, LimitIndex
+from gpulease_server.core.limit_index import LimitChange, LimitIndex, add
 from gpulease_server.core.limit_records import ORDERED, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import (
     GroupUsage,
@@ -186,11 +186,9 @@ class RequestQueue:
 
     def _count_bytes(self, waiting_id: str, user: str | None, size_bytes: int) -> None:
         """Note how much memory a waiting lease or job keeps; 0 when it no longer waits."""
-        self.queued_bytes_by_user[user] += size_bytes - self.queued_bytes.pop(waiting_id, 0)
+        add(self.queued_bytes_by_user, user, size_bytes - self.queued_bytes.pop(waiting_id, 0))
         if size_bytes:
             self.queued_bytes[waiting_id] = size_bytes
-        if not self.queued_bytes_by_user[user]:
-            del self.queued_bytes_by_user[user]
 
     @property
     def waiting_count(self) -> int:

@@ -27,6 +27,8 @@ def usage_of(ledger: Ledger, user: str | None, now: Instant, policy: Policy) -> 
 
 def counted(record: UsageRecord, now: Instant, policy: Policy) -> UsageRecord:
     """A record brought up to this moment."""
+    if record.counted_at_s == now.mono_s and record.counted_at == now.at:
+        return record  # by an earlier grant of this turn
     if record.counted_at_s is None:
         passed_s = max(0.0, (now.at - record.counted_at).total_seconds())
     else:

@@ -115,6 +115,8 @@ class UserOrder:
         of it; and a miss for those that go first. `is_before`: only for those that still come before it; None if all
         do."""
         self._count_missed(turn, granted, gpus)
+        if not self._waiting:
+            return
         passed: dict[LimitKind, list[LeaseRecord]] = {}
         for one in self._limits_of(granted):
             for older in self._waiting.get(one.key, ()):
