@@ -289,8 +289,7 @@ class Writer:
         self._file_guard.check()
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Run `work` in the store's thread. Waits for its end even if the writer is cancelled meanwhile: callers of a
-        commit must be answered."""
+        """Run `work` in the store's thread. Waits for its end even if cancelled meanwhile: callers must be answered."""
         doing = asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         while not doing.done():
             try:
