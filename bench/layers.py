@@ -21,6 +21,7 @@ from bench.requests import CLIENTS, GPUS
 
 SECONDS, RATE_HZ = 10, 200
 LAYERS = {
+    "the kernel sends an answer": ("_send (gpulease_server/api/direct_connection",),
     "HTTP: read and write": (
         "uvicorn/protocols/", "httptools", "api/http_limits", "api/auth/peer_credentials", "api/direct_connection",
     ),

@@ -217,6 +217,8 @@ def test_a_working_directory_that_is_missing_on_one_node_ends_the_others_before_
         (report,) = await nodes.until(all_are(RunState.EXITED, 1), only=[1])
         assert report.reason == f"The working directory {tmp_path}/none does not exist on this node."
         await nodes.until(lambda reports: RunState.PREPARED in [one.state for one in reports])
+        nodes.orders[0] = replace(nodes.orders[0], stop=True, grace_s=5)
+        await nodes.until(all_are(RunState.EXITED, 2))
 
     story(tmp_path, spec("true", working_directory=f"{tmp_path}/none"), tell)
 

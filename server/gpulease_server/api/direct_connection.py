@@ -8,6 +8,7 @@ attributes of uvicorn's `RequestResponseCycle` that are not documented: uvicorn'
 from __future__ import annotations
 
 import weakref
+from asyncio import Transport
 from collections.abc import Iterable
 
 from starlette.types import Scope
@@ -60,12 +61,17 @@ class DirectConnection:
         if not cycle.keep_alive:
             parts.append(b"connection: close\r\n")
         parts += (b"\r\n", body)
-        cycle.transport.write(b"".join(parts))
+        _send(cycle.transport, b"".join(parts))
         cycle.message_event.set()
         if not cycle.keep_alive:
             cycle.transport.close()
         cycle.on_response()
         return True
+
+
+def _send(transport: Transport, answer: bytes) -> None:
+    """Hand an answer to the kernel: a function of its own, so that a profile shows what that takes."""
+    transport.write(answer)
 
 
 def direct_connection(scope: Scope) -> DirectConnection | None:
