@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ import pytest
 
 from gpulease import AsyncClient, Client, DaemonUnavailable
 from gpulease.sansio import server_check
-from gpulease.sansio.effects import NotTrusted
+from gpulease.sansio.effects import NotConnected, NotTrusted
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.tls_errors import speaks_tls
 from gpulease_protocol.errors import InvalidRequest
@@ -324,6 +325,26 @@ def test_a_server_that_hangs_up_at_once_is_no_stranger(gpus: Ask) -> None:
             gpus(f"http://127.0.0.1:{listener.getsockname()[1]}")
         listener.shutdown(socket.SHUT_RDWR)
     assert "does not show" not in str(failed.value)
+
+
+def test_a_connection_that_was_reset_meanwhile_is_not_one() -> None:
+    """It has no other end any more: an error that a worker would take for one of its data directory, and end."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        theirs, _ = server.accept()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        places = addresses.parse(f"http://127.0.0.1:{server.getsockname()[1]}")
+
+        def is_reset() -> bool:
+            try:
+                ours.getpeername()
+            except OSError:
+                return True
+            return False
+
+        eventually(is_reset, 30)
+        with pytest.raises(NotConnected, match="it hung up at once"):
+            server_check.check_server(ours, Destination(places, True, None, 1.0))
 
 
 def test_a_closed_port_is_still_a_refused_connection(gpus: Ask) -> None:

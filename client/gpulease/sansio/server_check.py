@@ -31,6 +31,7 @@ from gpulease_protocol.host.sock_diag import TCP_ESTABLISHED
 
 NEW_CONNECTIONS = ("connection.connect_tcp.complete", "connection.connect_unix_socket.complete")
 """What httpcore2 calls a new connection."""
+HUNG_UP = "it hung up at once"
 UNKNOWN_REMEDY = (
     f"Use the daemon's Unix socket, or https. If only the daemon can listen there, set {variables.DAEMON_USER}='*'."
 )
@@ -72,9 +73,14 @@ class ServerCheck:
 
 
 def check_server(connection: socket.socket, destination: Destination) -> None:
-    """Raise NotTrusted unless a daemon may be at the other end of a connection in plain HTTP."""
-    uid = server_uid(connection)
-    if uid is None and not is_on_this_host(connection):
+    """Raise NotTrusted unless a daemon may be at the other end of a connection in plain HTTP; NotConnected if that has
+    ended meanwhile."""
+    try:
+        uid = server_uid(connection)
+        is_elsewhere = uid is None and not is_on_this_host(connection)
+    except OSError as error:  # it was reset, so it has no other end
+        raise NotConnected(HUNG_UP) from error
+    if is_elsewhere:
         if destination.plain_http:
             return
         raise NotTrusted(
@@ -84,7 +90,7 @@ def check_server(connection: socket.socket, destination: Destination) -> None:
     if may_be_daemon(uid, obeyed=destination.obeys):
         return
     if uid is None and not _is_connected(connection):
-        raise NotConnected("it hung up at once")
+        raise NotConnected(HUNG_UP)
     if uid is None:
         raise NotTrusted("the kernel does not show who serves it; nothing was sent to it", UNKNOWN_REMEDY)
     name, accepted = user_name(uid), ["root", *(["you"] if os.geteuid() else []), *daemon_users()]
