@@ -10,13 +10,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from bench.hardware import findings, run
+from bench.hardware import findings, lifecycle, run
 from bench.hardware.checks import CHECKS, Check
 from bench.hardware.findings import Report, Row, Verdict
+from bench.hardware.machine import Machine
 from bench.hardware.run import Survey
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.process_id import ProcessId
@@ -242,6 +244,36 @@ def test_what_differs_is_grave_only_where_gpulease_relies_on_it(tmp_path: Path) 
     ]
     assert isinstance(rows[2], Row)
     assert findings.shown(rows[2]) == "| T | three \\| four? | no | yes | **CONTRADICTS** | yes: b.py |"
+
+
+@pytest.mark.parametrize(("daemon_costs", "verdict"), [(0.0, Verdict.AS_EXPECTED), (0.05, Verdict.DIFFERS)])
+def test_a_gpu_that_slows_down_as_it_warms_does_not_count_against_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, daemon_costs: float, verdict: Verdict
+) -> None:
+    measured: list[str] = []
+
+    class Warms:
+        """A subject whose steps take longer and longer, up to a tenth, as a GPU's do until it is warm."""
+
+        pid = 0
+
+        def __init__(self, mask: str, lease: str = "") -> None:
+            self.lease = lease
+
+        def do(self, *_: object, within_s: float) -> dict[str, float]:
+            measured.append(self.lease)
+            took_ms = (1.2 - 0.2 * 0.5 ** len(measured)) * (1 + daemon_costs * bool(self.lease))
+            return {"median": took_ms, "p99": took_ms, "max": took_ms, "steps": 1}
+
+    monkeypatch.setattr(lifecycle, "Subject", lambda **words: nullcontext(Warms(**words)))
+    monkeypatch.setattr(lifecycle, "serving", lambda *_: nullcontext())
+    monkeypatch.setattr(lifecycle, "leased", lambda *_: nullcontext({"id": "lease-x"}))
+    monkeypatch.setattr(lifecycle, "release", lambda *_: None)
+    monkeypatch.setattr(Machine, "taken", lambda _: None)
+    report = Report("K", tmp_path / "rows")
+    lifecycle.steps(Machine(report=report, reading=Reading(), gpu=THIRD, torch=None, quick=False, place=tmp_path))
+    rows = [row for row in findings.read(tmp_path / "rows")[0] if isinstance(row, Row)]
+    assert [row.verdict for row in rows] == [verdict, verdict], [row.found for row in rows]
 
 
 def test_a_subject_takes_steps_and_what_it_forks_ends_with_it(on_stand_ins: Driver) -> None:
