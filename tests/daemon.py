@@ -141,7 +141,8 @@ class DaemonProcess:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 return Answer(answer.status, answer.read(), dict(answer.headers))
         except urllib.error.HTTPError as error:
-            return Answer(error.code, error.read(), dict(error.headers))
+            with error:
+                return Answer(error.code, error.read(), dict(error.headers))
         except http.client.IncompleteRead as error:
             raise ConnectionResetError("the answer breaks off") from error
 

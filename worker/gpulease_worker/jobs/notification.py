@@ -115,6 +115,7 @@ def post(url: str, body: bytes, environment: Mapping[str, str]) -> None:
             opener.open(request, timeout=ATTEMPT_S).close()
             return
         except urllib.error.HTTPError as error:
+            error.close()
             _print(f"attempt {number + 1}: it answered {error.code}")
             if error.code < 500:
                 return
