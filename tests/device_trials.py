@@ -28,10 +28,11 @@ with ThreadPoolExecutor(6) as pool:
 """,
     "processes": """
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 train = gpulease.on_gpus(1)(trial)
 def call(number):
     return train(number)
-with ProcessPoolExecutor(6) as pool:
+with ProcessPoolExecutor(6, get_context("fork")) as pool:
     list(pool.map(call, range(12)))
 """,
     "tasks": """

@@ -206,6 +206,26 @@ def test_the_parent_of_a_child_of_multiprocessing_is_known_dead_or_alive(
     assert ranks._find_pool_parent() == ProcessId.of(os.getppid())
 
 
+@pytest.mark.parametrize(
+    ("program", "is_child"),
+    [
+        pytest.param("from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)", True, id="spawn"),
+        pytest.param("from multiprocessing.forkserver import main; main(5, 6, [])", True, id="fork server"),
+        pytest.param(
+            "import sys; from multiprocessing.forkserver import main; main(5, 6, ['__main__'], sys_argv=sys.argv[1:])",
+            True,
+            id="fork server of Python 3.14",
+        ),
+        pytest.param("from multiprocessing import Pool; main()", False, id="a program that uses multiprocessing"),
+    ],
+)
+def test_what_multiprocessing_starts_is_known_while_it_imports_the_main_module(
+    monkeypatch: pytest.MonkeyPatch, program: str, *, is_child: bool
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-I", "-c", program, "--multiprocessing-fork"])
+    assert ranks.is_rank({}) is is_child
+
+
 @pytest.mark.parametrize("reaper", ["systemd", "process 1"])
 def test_a_child_of_joblib_that_was_adopted_before_it_asked_is_an_orphan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reaper: str

@@ -51,6 +51,9 @@ LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "HOROVOD_LOC
 gloo. Slurm's SLURM_LOCALID is missing here because a batch script has it too."""
 WORLD_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE")
 """How many ranks there are. A single rank, as in a shell used for debugging, shares with no other."""
+START_OF_MULTIPROCESSING = re.compile(r"\bfrom multiprocessing\.(spawn|forkserver) import (spawn_)?main; ")
+"""In the word after `python -c` of a spawned child and of the fork server. With late versions of Python 3.14 another
+statement goes before it in that of the fork server, which imports the caller's main module."""
 ENDED_PROCESS = ProcessId(0, 0)
 """A process that has ended, and of which nothing else is known."""
 MAX_ANCESTORS = 64
@@ -160,7 +163,7 @@ def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
     ):
         return True
     # Only its command line shows a spawned child, or the fork server, while it imports the caller's main module.
-    return any(word.startswith("from multiprocessing.") for word in sys.orig_argv[:8])
+    return any(START_OF_MULTIPROCESSING.search(word) for word in sys.orig_argv[:8])
 
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
