@@ -51,7 +51,7 @@ def test_it_ends_with_a_daemon_that_does_not_come_to_serve(worker: LocalWorker) 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
 def test_its_end_is_noticed(monkeypatch: pytest.MonkeyPatch, worker: LocalWorker, has_pidfd: bool) -> None:
-    def forbidden(_: int) -> int:
+    def forbidden(*_: int) -> int:
         raise PermissionError
 
     monkeypatch.setattr(local_worker, "RESTART_S", 0.01)
