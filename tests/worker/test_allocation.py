@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -188,6 +189,26 @@ def test_a_worker_whose_token_is_refused_for_seconds_has_no_allocation_any_more(
 
     asyncio.run(play())
     assert left == ([allocations.LOST_GRACE_S] if leaves else [])
+
+
+def test_an_allocation_that_cannot_be_watched_for_want_of_descriptors_is_watched_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[float | None] = []
+    refused, real = [], os.pidfd_open
+
+    def pidfd_open(pid: int) -> int:
+        if len(refused) < 2:
+            refused.append(pid)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr(allocations, "AGAIN_S", 0.01)
+    with subprocess.Popen(["sleep", "600"]) as engine:
+        engine.kill()
+        asyncio.run(asyncio.wait_for(ProcessAllocation((engine.pid,), left.append).watch(), 60))
+    assert left == [allocations.LOST_GRACE_S]
 
 
 @pytest.mark.parametrize("text", ["ray", "pid:", "pid:x", "pid:1,", "slurm:7"])

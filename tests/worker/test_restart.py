@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -428,3 +429,31 @@ def test_without_a_thread_left_jobs_are_started_one_by_one_and_others_are_stoppe
         await worker.end_of(stopped(running))
 
     play(tmp_path, story)
+
+
+def test_what_a_dead_supervisor_left_is_ended_although_there_is_no_thread_for_that_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+
+    async def no_thread(*words: object) -> object:
+        if not refused:
+            refused.append(words)
+            raise RuntimeError("can't start new thread")
+        return await to_thread(*words)
+
+    async def story(worker: Worker) -> None:
+        job = noting(tmp_path / "starts")
+        await worker.until([job], RunState.RUNNING)
+        start = job_records.read(tmp_path / "jobs" / "j", job_records.START, job_records.StartRecord)
+        assert start is not None
+        kill(start.supervisor.pid)
+        report = await worker.end_of(job)
+        assert "supervisor died" in (report.reason or "")
+        assert not living(job.lease_id)
+
+    to_thread: Callable[..., Any] = asyncio.to_thread
+    monkeypatch.setattr(asyncio, "to_thread", no_thread)
+    monkeypatch.setattr(supervisor_watch, "UNKILLABLE_ROUND_S", 0.01)
+    play(tmp_path, story)
+    assert refused

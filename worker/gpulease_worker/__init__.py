@@ -99,6 +99,9 @@ What each failure does
 - A process hangs with the lock of its memory, and so does every reader of its environment: the process is skipped
   (`processes.bounded_read`).
 - PAM hangs: the job is not started, and says so after 30 s. It refuses: so does the job.
+- The host has no descriptor, thread or memory left, or a file cannot be written: what fails by it is tried again, and
+  the report says so where nothing else can (`host_faults`). The worker ends only where it cannot open its data
+  directory at its start.
 - The driver hangs: the report says so; jobs are started, stopped and reported as usual.
 - A job prints without end: its supervisor returns the oldest blocks of its log files to the file system
   (`jobs.log_size_limit`), and all but the last MiB of each while the disk is nearly full. The job writes the files

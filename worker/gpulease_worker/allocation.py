@@ -112,12 +112,9 @@ class ProcessAllocation:
         loop, ended, pidfds = asyncio.get_running_loop(), self._ended, list[int]()
         try:
             for pid in self._pids:
-                try:
-                    pidfds.append(os.pidfd_open(pid))
-                except ProcessLookupError:
-                    ended.set()
-                else:
-                    loop.add_reader(pidfds[-1], ended.set)
+                if (pidfd := await self._open(pid)) is not None:
+                    pidfds.append(pidfd)
+                    loop.add_reader(pidfd, ended.set)
             await ended.wait()
         finally:
             for pidfd in pidfds:
@@ -125,6 +122,23 @@ class ProcessAllocation:
                 os.close(pidfd)
         log.warning("%s: this node leaves", self._why)
         self._leave(LOST_GRACE_S)
+
+    async def _open(self, pid: int) -> int | None:
+        """A pidfd; None once the allocation has ended. While the host gives none, for want of descriptors, it is asked
+        for again: no end may be missed."""
+        logged = ""
+        while not self._ended.is_set():
+            try:
+                return os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._ended.set()
+            except OSError as error:
+                if str(error) != logged:
+                    log.error("the end of process %d, on which this worker depends, cannot be noticed: %s", pid, error)
+                logged = str(error)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), AGAIN_S)
+        return None
 
 
 class SlurmAllocation:

@@ -49,6 +49,7 @@ CERTAIN_S = 10.0
 """A process that has a GPU for so long is no remnant of this worker's own predecessor."""
 HANDOVER_S = 600.0
 """How long a GPU that another worker had stays unclaimed after that worker has gone."""
+NOT_CLAIMED = "it could not be claimed for this worker"
 NOT_OF_THE_HOST = (
     "this process has a network namespace of its own, so another gpulease worker on this host may have claimed the same"
     " GPUs; use the host's network (docker run --network=host)"
@@ -127,7 +128,10 @@ class GpuClaims:
         if uuid in self._claims:
             return None
         name, now_s, other = claim_name(uuid), self._clock(), self._others.get(uuid)
-        holder = abstract_socket.holder_of(name)
+        try:
+            holder = abstract_socket.holder_of(name)
+        except OSError as error:
+            return f"{NOT_CLAIMED}: {error.strerror or error}"
         if holder is None and other is not None and _is_left(other, now_s):
             return (
                 f"another gpulease worker of this host had it until recently ({other.holder.described}); this one"
@@ -137,7 +141,7 @@ class GpuClaims:
             try:
                 listener = abstract_socket.bind(name)
             except OSError as error:
-                return f"it could not be claimed for this worker: {error.strerror or error}"
+                return f"{NOT_CLAIMED}: {error.strerror or error}"
             if listener is not None:
                 self._claims[uuid] = listener
                 self._others.pop(uuid, None)

@@ -28,7 +28,9 @@ from gpulease_protocol.model import ComputeMode, LeaseState
 from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED, DesiredState, NodeReport
 from gpulease_worker.allocation import MIN_LEAVE_S, allocation_of, grace_within
 from gpulease_worker.desired_state import read_desired_state
+from gpulease_worker.drain_pace import DrainPace
 from gpulease_worker.gpu_claims import GpuClaims
+from gpulease_worker.host_faults import HostFaults, is_of_host
 from gpulease_worker.jobs import listening_ports
 from gpulease_worker.jobs.fence import ContactFile, since_boot_s
 from gpulease_worker.jobs.log_sender import LogSenders
@@ -36,9 +38,9 @@ from gpulease_worker.jobs.port_reservation import PortReservation
 from gpulease_worker.jobs.reconciler import JobReconciler
 from gpulease_worker.log_connection import LogConnection, new_transport
 from gpulease_worker.node_address import NodeAddress
+from gpulease_worker.node_probe import new_probe
 from gpulease_worker.probe.compute_modes import ComputeModes
-from gpulease_worker.probe.probe_client import ProbeClient
-from gpulease_worker.probe.probe_protocol import ComputeModeChange, Pace, Reading
+from gpulease_worker.probe.probe_protocol import ComputeModeChange, Reading
 from gpulease_worker.probe.probe_reader import ProbeReader, TimedReading
 from gpulease_worker.processes import procfs
 from gpulease_worker.processes.lease_cache import CachedLease, LeaseCache
@@ -47,11 +49,8 @@ from gpulease_worker.processes.owner_descendants import DescendantWatcher
 from gpulease_worker.processes.owner_watch import OwnerWatcher
 from gpulease_worker.settings import WorkerSettings
 from gpulease_worker.shown_gpus import ShownGpus
-from gpulease_worker.task_cancellation import cancel_and_wait
+from gpulease_worker.task_cancellation import cancel_and_wait, wait_for_either
 
-DRAIN_HOLD_S = (0.02, 1.0)
-"""Second and longest pause between two readings while a lease drains; it doubles from one to the next, and the first is
-none. A clean GPU is free after the first reading, or the second where the scan of open files takes long."""
 BACKOFF_S, FAILOVER_BACKOFF_S = (0.1, 2.0), (0.1, 0.4)
 """First and longest pause while the daemon does not answer; the latter where another daemon may take over."""
 ANSWER_TIMEOUT_S = 10.0
@@ -125,12 +124,13 @@ class WorkerLoop:
         self._ports_in_use: tuple[int, ...] = ()
         self._complete_ticket: int | None = None
         """The last ticket received before the last complete reading was begun."""
-        self._draining: set[str] = set()
-        """Leases that have ended and whose GPUs are draining."""
+        self._drain_pace = DrainPace()
         self._has_released = False
         """True when leases have ended since the answer before: their GPUs are to be read at once."""
-        self._drain_hold_s = 0.0
         self._logged_error = ""
+        self._faults = HostFaults()
+        self._unfollowed: str | None = None
+        """Why the last answer could not be followed as a whole; None where it was."""
         self._shown = ShownGpus(settings.gpus, os.environ if settings.allocation else {})
         self._allocation = allocation_of(settings, self.leave)
         self._running: asyncio.Task[None] | None = None
@@ -160,13 +160,16 @@ class WorkerLoop:
         if self._running is not None:
             self._running.cancel()
 
-    async def run(self) -> None:
-        """Run until cancelled, or until this node has left. Raises OSError when the data directory cannot be used."""
-        self._running = asyncio.current_task()
-        watching = None if self._allocation is None else asyncio.create_task(self._allocation.watch())
+    def recover(self) -> None:
+        """Load what an earlier worker has left. Raises OSError when the data directory cannot be used."""
         self._jobs.recover()
         self._leases.load()
         self._modes.recover()
+
+    async def run(self) -> None:
+        """Run until cancelled, or until this node has left. Errors of the host do not end it (`host_faults`)."""
+        self._running = asyncio.current_task()
+        watching = None if self._allocation is None else asyncio.create_task(self._allocation.watch())
         first_s, longest_s = BACKOFF_S if self._failover.is_single else FAILOVER_BACKOFF_S
         backoff_s = first_s
         try:
@@ -191,22 +194,26 @@ class WorkerLoop:
             self._claims.close()
 
     async def _turn(self) -> bool:
-        """One reading and its report. False when no daemon answered as expected."""
-        report = self._last_report() or self._repeated_report() or await self._partial_report() or await self._report()
+        """One reading and its report. False when no daemon answered as expected, and while the host has a fault."""
+        report = await self._next_report()
+        of_reading = self._faults.take()
         sent_at_ticks, sent_at_s = procfs.ticks_now(), since_boot_s()
         # Whatever changes in a job or owner from here on is missing in this report.
         sending = asyncio.create_task(self._send(report))
         try:
-            await self._wait_for_answer_or_change(sending)
+            await wait_for_either(sending, self._changed, MIN_IN_FLIGHT_S)
             if not sending.done():
                 self._unanswered = None if report.partial else report
                 return True
             desired = await sending
-        except GpuleaseError as error:
+        except Exception as error:
+            if not isinstance(error, GpuleaseError) and not is_of_host(error):
+                raise
             if self._allocation is not None and isinstance(error, NotAuthenticated):
                 self._allocation.look_soon()
             daemons = " or ".join(address.shown for address in self._destination.addresses)
-            self._log_error(f"cannot report to the daemon at {daemons}, trying again: {error.detail}")
+            why = error.detail if isinstance(error, GpuleaseError) else error
+            self._log_error(f"cannot report to the daemon at {daemons}, trying again: {why}")
             return False
         finally:
             await cancel_and_wait(sending)
@@ -220,18 +227,34 @@ class WorkerLoop:
         self._desired = desired
         if not report.partial:  # which the daemon may leave out, and then has not heard the node
             self._note_contact(desired, sent_at_s)
-        has_released = self._pace_draining(desired)
-        self._owners.watch(desired.owners)
-        self._jobs.reconcile(desired.jobs)
-        self._logs.reconcile(desired.log_requests)
-        leases = self._leases.update(desired.leases, sent_at_ticks)
-        if not report.partial:
-            self._descendants.look()
-            self._leftovers.clean_up(leases, report.gpus)
-            if not desired.paused:
-                await self._modes.reconcile(leases, report.gpus)
+        has_released = self._drain_pace.take(desired.leases)
+        with self._faults.noted("watching the owners of leases"):
+            self._owners.watch(desired.owners)
+        with self._faults.noted("starting and stopping jobs"):
+            self._jobs.reconcile(desired.jobs)
+        with self._faults.noted("sending logs"):
+            self._logs.reconcile(desired.log_requests)
+        with self._faults.noted("looking after leases"):
+            leases = self._leases.update(desired.leases, sent_at_ticks)
+            if not report.partial:
+                self._descendants.look()
+                self._leftovers.clean_up(leases, report.gpus)
+                if not desired.paused:
+                    await self._modes.reconcile(leases, report.gpus)
         self._has_released = has_released and desired.takes_partial and not desired.paused
-        return True
+        self._unfollowed = self._faults.take()
+        return self._faults.end_turn(of_reading, self._unfollowed)
+
+    async def _next_report(self) -> NodeReport:
+        """What is to be reported now. Without a reading while the host keeps the last answer from being followed."""
+        problem, self._unfollowed = self._unfollowed, None
+        if (last := self._last_report()) is not None:
+            return last
+        if problem is None:
+            with self._faults.noted("reading its GPUs"):
+                return self._repeated_report() or await self._partial_report() or await self._report()
+            problem = self._faults.problem
+        return self._report_without_reading(str(problem))
 
     def _note_contact(self, desired: DesiredState, sent_at_s: float) -> None:
         """For jobs with a fence, before they are started. Without it they end there."""
@@ -241,16 +264,6 @@ class WorkerLoop:
             self._contact.note(sent_at_s)
         except OSError as error:
             self._log_error(f"jobs with a fence will end, because contact cannot be noted: {error}")
-
-    async def _wait_for_answer_or_change(self, sending: asyncio.Task[DesiredState]) -> None:
-        await asyncio.wait({sending}, timeout=MIN_IN_FLIGHT_S)
-        if sending.done():
-            return
-        change = asyncio.create_task(self._changed.wait())
-        try:
-            await asyncio.wait({sending, change}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel_and_wait(change)
 
     def _repeated_report(self) -> NodeReport | None:
         """The report that a change of a job or an owner has replaced, with that change: it needs no other reading, and
@@ -276,14 +289,28 @@ class WorkerLoop:
         """That this node has left; None before all jobs have ended, and the daemon knows how."""
         if not (self._leaving_is_known and self._jobs.have_ended) or self._desired is None or self._desired.jobs:
             return None
+        return self._report_without_reading("the node has left", has_left=True)
+
+    def _report_without_reading(self, problem: str, *, has_left: bool = False) -> NodeReport:
+        """Jobs and owners as they are now, and why there is no reading."""
+        self._changed.clear()
         return NodeReport(
             worker_id=self._worker_id,
             host=socket.gethostname(),
-            problem="the node has left",
+            problem=problem,
+            worker_version=self._version,
+            address=self._address.address,
+            interface=self._address.interface,
+            simulated=self._settings.simulate is not None,
             jobs=self._jobs.reports(),
+            realm=realm(),
+            owners=self._owners.reports(),
+            sends_logs=True,
+            takes_gangs=True,
             hold_s=0.0,
-            leaving=True,
-            left=True,
+            available_s=self._available_s(),
+            leaving=self._leaves,
+            left=has_left,
         )
 
     def _available_s(self) -> float | None:
@@ -395,26 +422,11 @@ class WorkerLoop:
         return await self._readings.change_compute_mode(change)
 
     def _new_probe(self) -> ProbeReader:
-        settings = self._settings
-        probe = ProbeClient(
-            settings.node,
-            settings.simulate,
-            settings.probe_deadline_s + settings.call_deadline_s,
-            Pace(
-                processes_s=settings.processes_s,
-                health_s=settings.health_s,
-                call_deadline_s=settings.call_deadline_s,
-            ),
-            self._on_probe_changed,
-            settings.start_deadline_s,
-            settings.idle_memory_bytes,
-            lambda: self._owners.watched,
-        )
-        return ProbeReader(probe, settings.probe_deadline_s, self._on_probe_changed)
+        return new_probe(self._settings, self._on_probe_changed, lambda: self._owners.watched)
 
     def _hold_s(self) -> float:
         poll_s = min(self._settings.poll_s, LEAVING_POLL_S) if self._leaves else self._settings.poll_s
-        return min(poll_s, self._drain_hold_s) if self._draining else poll_s
+        return self._drain_pace.hold_s(poll_s)
 
     async def _send(self, report: NodeReport) -> DesiredState:
         """Send a report to the daemon that serves. Raises GpuleaseError."""
@@ -428,18 +440,6 @@ class WorkerLoop:
             idempotent=not report.partial,
         )
         return await self._transport.run(self._failover.send(call))
-
-    def _pace_draining(self, desired: DesiredState) -> bool:
-        """Choose the pause before the next reading while something drains: none at first, then ever longer. Returns
-        whether leases have ended since the answer before."""
-        draining = {lease.id for lease in desired.leases if lease.state is LeaseState.ENDED}
-        has_released = bool(draining - self._draining)
-        if has_released:
-            self._drain_hold_s = 0.0
-        else:
-            self._drain_hold_s = min(max(self._drain_hold_s * 2, DRAIN_HOLD_S[0]), DRAIN_HOLD_S[1])
-        self._draining = draining
-        return has_released
 
     def _log_error(self, error: str) -> None:
         """Log an error of the daemon once, and once that it has ended ("")."""

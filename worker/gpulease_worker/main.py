@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -22,6 +23,12 @@ from gpulease_worker.settings import WorkerSettings
 LOCK_WAIT_S = 15.0
 """How long to wait for the previous worker to end."""
 LOCK_RETRY_S = 0.1
+REMEDIES = {
+    (errno.ENOSPC, errno.EDQUOT): "Free space there.",
+    (errno.EMFILE, errno.ENFILE): "Raise the limit of open files (ulimit -n, LimitNOFILE=).",
+    (errno.ENOMEM, errno.EAGAIN): "Free memory or processes, and start it again.",
+}
+"""What to do about an error of the host, by its number."""
 PARENT_VARIABLE = "GPULEASE_PARENT_PID"
 """Set by a parent that starts a worker with `with_parent`, so that the worker notices if it has died already."""
 
@@ -42,28 +49,56 @@ def _run(settings: WorkerSettings) -> int:
     if settings.with_parent and not _bind_to_parent():
         return _refuse("The process that started this worker has ended.", "Start it again.")
     try:
-        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        make_traversable(settings.data_dir)
-        lock = _lock(settings.data_dir / "worker.lock")
+        lock = _open_directory(settings.data_dir)
         if lock is None:
             return _refuse(f"Another worker uses {settings.data_dir}.", "Stop it, or give this one its own --data-dir.")
         for problem in cgroup.prepare(settings.of_jobs.cgroup_limits):
             log.log(logging.WARNING if os.geteuid() == 0 else logging.INFO, "%s", problem)
         with suppress(asyncio.CancelledError):
             asyncio.run(_run_until_signal(settings))
+    except UnusableDirectory as unusable:
+        return _refuse(f"The data directory {settings.data_dir} cannot be used: {unusable}.", unusable.remedy)
     except OSError as error:
-        return _refuse(f"The data directory {settings.data_dir} cannot be used: {error}.", "Choose another --data-dir.")
+        log.debug("the worker ends", exc_info=error)
+        return _refuse(f"This host does not let the worker run: {error}.", _remedy(error) or "Start it again.")
     return 0
 
 
 async def _run_until_signal(settings: WorkerSettings) -> None:
     worker = WorkerLoop(settings)
+    try:
+        worker.recover()
+    except OSError as error:
+        raise UnusableDirectory(error) from error
     garbage.started()
     loop = asyncio.create_task(worker.run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, loop.cancel)
     stop = worker.leave if settings.leaves_within_s > 0 else loop.cancel
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     await loop
+
+
+class UnusableDirectory(Exception):
+    """The data directory cannot be used. The message says why."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.remedy = _remedy(error) or "Choose another --data-dir."
+        """What to do."""
+
+
+def _open_directory(data_dir: Path) -> int | None:
+    """Make a data directory and take its lock, as `_lock`. Raises UnusableDirectory."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_traversable(data_dir)
+        return _lock(data_dir / "worker.lock")
+    except OSError as error:
+        raise UnusableDirectory(error) from error
+
+
+def _remedy(error: OSError) -> str | None:
+    return next((remedy for numbers, remedy in REMEDIES.items() if error.errno in numbers), None)
 
 
 def _bind_to_parent() -> bool:

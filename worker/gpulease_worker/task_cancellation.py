@@ -1,4 +1,4 @@
-"""Cancels an asyncio task without losing the caller's own cancellation."""
+"""Waits for asyncio tasks and cancels them without losing the caller's own cancellation."""
 
 from __future__ import annotations
 
@@ -16,3 +16,15 @@ async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()  # or asyncio logs that it was never retrieved
+
+
+async def wait_for_either(task: asyncio.Task[Any], event: asyncio.Event, at_least_s: float) -> None:
+    """Wait for the end of a task, or for an event, but for that only once the task has had so many seconds."""
+    await asyncio.wait({task}, timeout=at_least_s)
+    if task.done():
+        return
+    change = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, change}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel_and_wait(change)

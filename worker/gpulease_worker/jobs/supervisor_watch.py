@@ -258,7 +258,7 @@ class SupervisorWatcher:
                     return
                 survivors = left
                 self._record_unkillable(job, unkillable_processes.unkillable_record(left))
-            except OSError as error:  # no file descriptor for /proc: unknown does not mean none
+            except (OSError, RuntimeError) as error:  # no descriptor for /proc, no thread: unknown does not mean none
                 job.log_error(f"its processes cannot be listed: {error}")
             deadline_s = 2 * process_tree.ROUND_S  # briefly, so that a few such jobs do not occupy every thread
             await asyncio.sleep(UNKILLABLE_ROUND_S)

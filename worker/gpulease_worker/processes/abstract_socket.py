@@ -60,7 +60,8 @@ def answer(listener: socket.socket) -> None:
 
 
 def holder_of(name: str) -> NameHolder | None:
-    """The process that has a name; None if no socket listens there."""
+    """The process that has a name; None if no socket listens there. Raises OSError where this process can have no
+    socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as caller:
         try:
             caller.connect(f"\0{name}")

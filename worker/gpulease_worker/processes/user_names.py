@@ -27,9 +27,13 @@ class _LookupCache(Generic[Key, Value]):
         answer, until_s = self._answers.get(key, (unknown, 0.0))
         if time.monotonic() < until_s or (self._lookup is not None and self._lookup.is_alive()):
             return answer
-        self._lookup = threading.Thread(target=self._look_up, args=(key, unknown), daemon=True)
-        self._lookup.start()
-        self._lookup.join(NAME_WAIT_S)
+        lookup = threading.Thread(target=self._look_up, args=(key, unknown), daemon=True)
+        try:
+            lookup.start()
+        except RuntimeError:  # no further thread is possible
+            return answer
+        self._lookup = lookup
+        lookup.join(NAME_WAIT_S)
         return self._answers.get(key, (answer, 0.0))[0]
 
     def _look_up(self, key: Key, unknown: Value) -> None:
