@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from gpulease_worker.processes.lease_claims import NO_USER
 from gpulease_worker.processes.user_names import USER_IDS
 
 FILE = "leases.json"
+SAVE_AGAIN_S = 1.0
+"""Pause before another attempt to write it. Otherwise it is written only when something changes."""
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +38,8 @@ class CachedLease(NodeLease):
     owner: ProcessId | None = None
     """The process that owns it; null if only its pid is known and it was gone when the worker first saw the lease."""
     since_ticks: int | None = None
-    """The last moment at which the lease was certainly not granted yet, in clock ticks since boot. Where this worker
-    knows none: when it first saw the lease; null if the lease had ended by then."""
+    """The last moment at which the lease was certainly not granted yet, in clock ticks since boot; null where no worker
+    of this boot knows one."""
     descendants: tuple[ProcessId, ...] = ()
     """Processes that descend, or descended, from the owner, see `owner_descendants`. Of several leases of one owner,
     the first alone has them."""
@@ -50,6 +53,10 @@ class LeaseCacheFile(Noun):
     """The boot in which the ticks are valid."""
     leases: tuple[CachedLease, ...] = ()
     """Every lease that has GPUs here."""
+    as_of_ticks: int | None = None
+    """A moment in clock ticks since boot: every lease that is not in the file was granted later. It may be long ago,
+    since the file is written only when something changes. Null where it is not known, as in the file of an older
+    worker."""
 
 
 class LeaseCache:
@@ -65,6 +72,10 @@ class LeaseCache:
         self._named: Sequence[NodeLease] | None = None
         """What these were made from; None before the daemon has named any."""
         self._sent_at_ticks: int | None = None
+        """When the last report was sent that was answered; of an earlier worker, as its file says."""
+        self._unsaved = ""
+        """Why the file is not up to date; empty where it is."""
+        self._save_again_s = 0.0
 
     def load(self) -> None:
         """Load what an earlier worker has remembered since the machine was booted."""
@@ -72,11 +83,12 @@ class LeaseCache:
             content = codec.from_json(LeaseCacheFile, json.loads(self._path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("cannot read %s, so the owners of leases are identified again: %s", self._path, error)
             return
-        if content.boot_id == boot_id():
+        if content.boot_id == boot_id() != "":
             self._leases = {lease.id: lease for lease in content.leases}
+            self._sent_at_ticks = content.as_of_ticks
 
     def update(self, leases: Sequence[NodeLease], sent_at_ticks: int | None = None) -> tuple[CachedLease, ...]:
         """The leases that the daemon names now, with what is known of each. Forgets all others.
@@ -86,6 +98,8 @@ class LeaseCache:
         """
         if leases is not self._named:
             self._replace(leases)
+        if self._unsaved and time.monotonic() >= self._save_again_s:
+            self._save()
         if sent_at_ticks is not None:
             self._sent_at_ticks = sent_at_ticks
         return tuple(self._leases.values())
@@ -127,22 +141,29 @@ class LeaseCache:
             return CachedLease(
                 **lease_fields, owner=previous.owner, since_ticks=previous.since_ticks, descendants=previous.descendants
             )
-        since_ticks = self._sent_at_ticks
-        if since_ticks is None and lease.state is LeaseState.ACTIVE:
-            since_ticks = procfs.ticks_now()
-        return CachedLease(**lease_fields, owner=_owner(lease), since_ticks=since_ticks)
+        return CachedLease(**lease_fields, owner=_owner(lease), since_ticks=self._sent_at_ticks)
 
     def _save(self) -> None:
         # Not synced: a reboot makes start times meaningless, and a crash of the worker alone loses nothing.
-        temporary = self._path.with_name(f".{FILE}.{os.getpid()}")
+        temporary = self._path.with_name(f".{FILE}")  # one worker has the directory: what another left is replaced
+        content = LeaseCacheFile(
+            boot_id=boot_id(), leases=tuple(self._leases.values()), as_of_ticks=self._sent_at_ticks
+        )
         try:
-            content = LeaseCacheFile(boot_id=boot_id(), leases=tuple(self._leases.values()))
             temporary.unlink(missing_ok=True)
             temporary.touch(mode=0o600)  # which processes hold what is not for other users
             temporary.write_text(json.dumps(codec.to_json(content)), encoding="utf-8")
             temporary.rename(self._path)
         except OSError as error:
-            log.warning("cannot write %s, so a restart of the worker forgets lease owners: %s", self._path, error)
+            if self._unsaved != str(error):
+                log.warning("cannot write %s, so a restart of the worker would forget owners: %s", self._path, error)
+            self._unsaved, self._save_again_s = str(error), time.monotonic() + SAVE_AGAIN_S
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        else:
+            if self._unsaved:
+                log.info("%s is written again", self._path)
+            self._unsaved = ""
 
 
 def _remembered(leases: Mapping[str, CachedLease]) -> dict[str, object]:
