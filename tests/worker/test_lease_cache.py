@@ -1,4 +1,4 @@
-"""`leases.json`: what of it survives a full disk, a kill at any moment, and a file that is no longer what it was."""
+"""`leases.json` survives a full disk, a kill at any moment, and damage of any kind."""
 
 from __future__ import annotations
 

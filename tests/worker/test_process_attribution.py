@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Collection, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpulease_protocol.host import process_tree
-from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.host.process_id import ProcessId, program_stat, stat
 from gpulease_protocol.model import GpuReading, LeaseState, Process
 from gpulease_worker.probe import open_file_scanner, opener_classifier, process_attribution
 from gpulease_worker.probe.probe_protocol import Reading
@@ -35,6 +36,15 @@ THREAD = (
     "threading.Thread(target=time.sleep, args=(600,)).start(); print('open', flush=True);"
     "ctypes.CDLL(None).pthread_exit(None)"
 )
+
+OWN_ROOT = "import ctypes, mmap, os, sys, time; os.chroot(sys.argv[2]);"
+"""Begins a program that finds the file below a root of its own."""
+RING = (
+    "import ctypes, os, sys, time; c = ctypes.CDLL(None); ring = c.syscall(425, 1, ctypes.create_string_buffer(120));"
+    "d = os.open(sys.argv[1], os.O_RDWR); failed = ring < 0 or c.syscall(427, ring, 2, (ctypes.c_int * 1)(d), 1);"
+    "os.close(d); print('failed' if failed else 'open', flush=True); time.sleep(600)"
+)
+"""io_uring_setup, and io_uring_register with IORING_REGISTER_FILES: the file is in the ring alone."""
 
 
 @contextmanager
@@ -158,6 +168,79 @@ def test_who_has_a_file_open_is_found_in_every_way_of_having_it(device: Path, co
         found = until(lambda: open_file_scanner.scan({str(device)}).by_path, "it is found")
         assert [one.pid for one in found[str(device)]] == [pid]
         assert not open_file_scanner.scan({str(device.with_name("nvidia01"))}).by_path
+
+
+@pytest.mark.parametrize("code", [OPEN, MAPPED], ids=["descriptor", "mapping"])
+def test_who_has_it_open_in_a_chroot_is_found_although_it_is_called_otherwise_there(device: Path, code: str) -> None:
+    if os.getuid() != 0:
+        return  # only root may change its root
+    root = device.parent / "chroot"
+    inside = root / device.relative_to("/")
+    inside.parent.mkdir(parents=True)
+    os.link(device, inside)
+    command = python("-c", f"{OWN_ROOT}{code}", str(device), str(root))
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"open\n"
+            found = open_file_scanner.scan({str(device), str(device.with_name("nvidia01"))}).by_path
+            assert {path: [one.pid for one in of] for path, of in found.items()} == {str(device): [process.pid]}
+        finally:
+            process.kill()
+
+
+def test_a_file_that_only_an_io_uring_has_is_found(device: Path) -> None:
+    with subprocess.Popen(python("-c", RING, str(device)), stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() == b"open\n":  # else this kernel, or a filter, has no io_uring
+                found = open_file_scanner.scan({str(device)}).by_path
+                assert [one.pid for one in found[str(device)]] == [process.pid]
+        finally:
+            process.kill()
+
+
+def test_who_was_forked_during_the_scan_by_one_that_has_ended_is_found(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent is on the first list and ends before it is inspected; its child is on no list but a second one."""
+    code = (
+        OPEN.replace("time.sleep(600)", "") + "import os; sys.stdin.read(1); os.fork() and os._exit(0); time.sleep(600)"
+    )
+    command = python("-c", code, str(device))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"open\n"
+        real = bounded_read.read_each
+
+        def forks_first(*words: object) -> object:
+            if parent.stdin is not None and not parent.stdin.closed:
+                parent.stdin.close()
+                parent.wait()
+            return real(*words)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bounded_read, "read_each", forks_first)
+            found = open_file_scanner.scan({str(device)}).by_path
+        (child,) = open_file_scanner.scan({str(device)}).by_path[str(device)]
+        child.send_signal(signal.SIGKILL)
+        assert found == {str(device): [child]}
+        assert child.pid != parent.pid
+
+
+def test_a_process_whose_first_thread_ends_while_it_is_inspected_is_found(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opening(device, THREAD) as pid:
+        until(lambda: (now := stat(pid)) is not None and now.leader_ended, "its first thread has ended")
+        before = program_stat(pid)
+        assert before is not None
+        monkeypatch.setattr(process_tree, "all_pids", lambda: iter([pid]))
+        monkeypatch.setattr(open_file_scanner, "program_stat", lambda _: before._replace(leader_ended=False))
+        found = open_file_scanner.scan({str(device)})
+        assert [one.pid for one in found.by_path[str(device)]] == [pid]
+        assert found.unreadable == 0
 
 
 def test_processes_that_may_not_be_looked_into_are_counted(device: Path) -> None:

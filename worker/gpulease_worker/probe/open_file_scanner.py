@@ -3,6 +3,22 @@
 The driver's process lists are not enough: the driver may take a process off its list before it has freed its memory,
 and the forked children of a dead rank keep the device open without ever being listed. The scan compares file names and
 not the files behind them, because a stat of a file on a network file system may hang.
+
+| a process | is found |
+|---|---|
+| has the file open, or mapped without a descriptor, also after the file was deleted | yes |
+| in another pid or mount namespace, or in a chroot, where the file is called `.../dev/nvidia0` | yes |
+| its first thread has ended and others have not, also while it is inspected | yes, through those |
+| was forked during the scan, by one that ends before it is inspected itself | yes, unless this goes on for `ROUNDS` |
+| has the file registered with an io_uring and no descriptor of its own any more | yes, where the kernel shows that |
+| another user's, and this user may not inspect it | it is counted, except where `hidepid` hides it altogether |
+| hangs in the kernel | it is counted; its descriptors are found all the same |
+| has the file open in a table of one thread alone (CLONE_FILES taken back), not mapped | no |
+| has sent the file over a Unix socket to one that has not received it yet | no |
+| opens it under another name, which only root can make | no |
+
+CUDA maps the device file, and all threads of a process share what is mapped, so none of the last three hides one that
+computes: the driver's list and the GPU's memory show what is left.
 """
 
 from __future__ import annotations
@@ -12,11 +28,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
 from dataclasses import field
 
 from gpulease_protocol.host import process_tree
-from gpulease_protocol.host.process_id import ProcessId, program_stat
+from gpulease_protocol.host.process_id import ProcessId, Stat, program_stat
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Process
 from gpulease_worker.processes import bounded_read, procfs
@@ -34,6 +49,10 @@ ScanTarget = tuple[str, str]
 """Path of a device file, and the id of the lease that has ended on its GPU."""
 DELETED_SUFFIX = " (deleted)"
 """What the kernel appends to the name of a deleted file."""
+IO_URING = "anon_inode:[io_uring]"
+"""What the kernel calls an io_uring, which may have files of its own."""
+ROUNDS = 4
+"""How many times to look for processes that were started during a scan: mostly there are none after the first."""
 
 
 @dataclass(slots=True)
@@ -131,18 +150,28 @@ def scan(paths: Collection[str]) -> ScanResult:
     """The processes, except the caller, that have these files open. Walks /proc once, some tens of microseconds per
     process."""
     result = ScanResult()
-    wanted = set(paths)
-    seen = {pid: one for pid in process_tree.all_pids() if pid != os.getpid() and (one := program_stat(pid))}
-    has: dict[int, set[str]] = {pid: set() for pid in seen}
+    wanted, listed, closed = set(paths), {os.getpid()}, set[int]()
+    seen: dict[int, Stat] = {}
+    has: dict[int, set[str]] = {}
 
     def inspect(pid: int) -> bool:
         # What is found is added at once: the descriptors count even if the memory map cannot be read because the
         # process hangs.
-        leader_ended, found = seen[pid].leader_ended, has[pid]
-        return all([_open_in(pid, wanted, leader_ended, look, found) for look in (_descriptors, _mapped)])
+        try:
+            return _inspect(pid, wanted, has[pid], leader_ended=seen[pid].leader_ended)
+        except _FirstThreadEnded:
+            return _inspect(pid, wanted, has[pid], leader_ended=True)
 
-    shown = bounded_read.read_each(inspect, seen)
-    closed = {pid for pid in seen if not shown.get(pid)}
+    for _ in range(ROUNDS):  # one that is started during a round may have the file of one that has ended by then
+        pids = set(process_tree.all_pids()) - listed
+        if not pids:
+            break
+        listed |= pids
+        new = {pid: one for pid in sorted(pids) if (one := program_stat(pid)) is not None}
+        seen |= new
+        has |= {pid: set() for pid in new}
+        shown = bounded_read.read_each(inspect, new)
+        closed |= {pid for pid in new if not shown.get(pid)}
     result.unreadable = len(closed)
     if closed:
         first = min(closed)
@@ -153,6 +182,16 @@ def scan(paths: Collection[str]) -> ScanResult:
     return result
 
 
+class _FirstThreadEnded(Exception):
+    """The first thread of a process has ended, and with that its files in /proc are empty."""
+
+
+def _inspect(pid: int, wanted: set[str], found: set[str], *, leader_ended: bool) -> bool:
+    """Add which of the files a process has open to `found`; False if that cannot be read. If its first thread has
+    ended, the other threads are read. Raises _FirstThreadEnded if that has ended meanwhile."""
+    return all([_open_in(pid, wanted, leader_ended, look, found) for look in (_descriptors, _mapped)])
+
+
 def _open_in(
     pid: int,
     wanted: set[str],
@@ -160,12 +199,17 @@ def _open_in(
     look: Callable[[str, set[str], set[str]], None],
     found: set[str],
 ) -> bool:
-    """Add which of the files a process has open to `found`; False if that cannot be read. If its first thread has
-    ended, the other threads are read."""
     try:
         for directory in _other_tasks(pid) if leader_ended else (f"/proc/{pid}",):
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended and has nothing open
+            try:
                 look(directory, wanted, found)
+            except (FileNotFoundError, ProcessLookupError):
+                pass  # it has ended and has nothing open
+            except _FirstThreadEnded:
+                if not leader_ended:
+                    raise
+    except FileNotFoundError:
+        pass  # all of its threads have ended
     except OSError:  # no permission, or no free descriptor
         return False
     return True
@@ -177,29 +221,48 @@ def _other_tasks(pid: int) -> Iterator[str]:
 
 
 def _descriptors(process: str, wanted: set[str], found: set[str]) -> None:
+    beginning = _beginning(wanted)
     # A path in the open directory takes a third less of the kernel's time than one from /proc on.
     directory = os.open(f"{process}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for descriptor in os.listdir(directory):
             try:
                 path = os.readlink(descriptor, dir_fd=directory)
+                if beginning in path:
+                    found.update(_named(path, wanted))
+                elif path == IO_URING:
+                    found.update(_named_in(_content(f"{process}/fdinfo/{descriptor}"), wanted))
             except FileNotFoundError:  # closed meanwhile
                 continue
-            if path.removesuffix(DELETED_SUFFIX) in wanted:
-                found.add(path.removesuffix(DELETED_SUFFIX))
     finally:
         os.close(directory)
 
 
 def _mapped(process: str, wanted: set[str], found: set[str]) -> None:
     maps = _content(f"{process}/maps")
-    if os.path.commonprefix(list(wanted)).encode() not in maps:  # noqa: RUF071 - letters, not directories
-        return  # as of nearly every process: one search, and not one for each GPU
-    likely = [path for path in wanted if path.encode() in maps]
-    if not likely:
-        return
-    names = {line.partition("/")[2].removesuffix(DELETED_SUFFIX) for line in maps.decode(errors="replace").splitlines()}
-    found.update(path for path in likely if path.removeprefix("/") in names)
+    if not maps:
+        raise _FirstThreadEnded
+    found.update(_named_in(maps, wanted))
+
+
+def _beginning(wanted: set[str]) -> str:
+    """What all of these paths begin with."""
+    return os.path.commonprefix(list(wanted))  # noqa: RUF071 - letters, not directories
+
+
+def _named_in(content: bytes, wanted: set[str]) -> list[str]:
+    """The files that the lines of a file of /proc name at their ends."""
+    beginning = _beginning(wanted)
+    if beginning.encode() not in content:
+        return []  # as of nearly every process: one search, and not one for each GPU
+    lines = content.decode(errors="replace").splitlines()
+    return [one for line in lines if beginning in line for one in _named(line, wanted)]
+
+
+def _named(path: str, wanted: set[str]) -> list[str]:
+    """The files that a name means as it is shown here: that of a file in a chroot begins with the chroot's."""
+    name = path.removesuffix(DELETED_SUFFIX)
+    return [one for one in wanted if name.endswith(one)]
 
 
 def _content(path: str) -> bytes:
