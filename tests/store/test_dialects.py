@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import psycopg
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError
 
-from gpulease_server.store import dialects
+from gpulease_server.store import dialects, gpu_metrics_table, tables
 from gpulease_server.store.database import DatabaseUnusable, connect, database_file, parse_url, redacted, upgrade
-from gpulease_server.store.ledger_store import Store, StoreFailed
+from gpulease_server.store.gpu_metrics_table import BlockRow
+from gpulease_server.store.ledger_store import Store, StoreFailed, is_stored
 from gpulease_server.store.psycopg_timeout import TimeoutConnection
+from tests.core.build import World
 from tests.databases import PASSWORD, PostgresServer
 from tests.ports import free_port
 
@@ -147,6 +149,48 @@ def test_statements_of_a_pipeline_count_their_rows_and_fail_as_one(database_url:
     with engine.connect() as connection:
         assert connection.execute(text("SELECT id, number FROM pair ORDER BY id")).all() == [(1, 7), (2, 7)]
     engine.dispose()
+
+
+def test_a_table_that_cannot_be_written_fails_the_write_beside_a_turn_as_in_one(database_url: str) -> None:
+    store = Store(database_url)
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE gpu_metrics RENAME TO away")
+    for save in (
+        lambda: gpu_metrics_table.save(store, {"lease": b"content"}),
+        lambda: gpu_metrics_table.save_blocks(store, [BlockRow("GPU-1", 60, 0, b"content")]),
+    ):
+        with pytest.raises(StoreFailed, match="gpu_metrics"):
+            save()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "why"),
+    [
+        ("SELECT 1 / %(zero)s", "division by zero"),
+        ("SELECT pg_terminate_backend(pg_backend_pid(), %(zero)s)", "terminating|closed the connection"),
+    ],
+)
+def test_a_turn_that_fails_in_the_middle_says_why_and_the_next_one_works(
+    postgres_url: str, statement: str, why: str
+) -> None:
+    store = Store(postgres_url)
+    world = World().node(gpus=2)
+    store.write([change for change in world.changes if is_stored(change)], world.ledger)
+
+    def fail() -> None:
+        with store.writing() as connection, dialects.pipeline(connection):
+            store.statements.delete(connection, tables.gpu, world.ledger.gpus)
+            dialects.execute(connection, statement, [{"zero": 0}])
+            store.statements.delete(connection, tables.node, world.ledger.nodes)
+
+    for _ in range(2):
+        with pytest.raises((StoreFailed, DataError), match=why):
+            fail()
+        found = store.load()
+        assert (len(found.gpus), len(found.nodes)) == (2, 1)
+        store.write([], found)
+    store.close()
 
 
 @pytest.fixture

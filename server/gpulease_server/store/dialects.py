@@ -143,24 +143,37 @@ def pipeline(connection: Connection) -> Iterator[None]:
         yield
         return
     driver: Any = connection.connection.driver_connection
-    database_errors = connection.dialect.loaded_dbapi.Error
-    try:
-        with driver.pipeline():
-            yield
-    except database_errors as error:
-        raise DBAPIError.instance(
-            None, None, error, database_errors, hide_parameters=True, dialect=connection.dialect
-        ) from error
+    with _errors_of_driver(connection), driver.pipeline():
+        yield
 
 
 def execute(connection: Connection, text: str, rows: Sequence[Mapping[str, Any]]) -> Counted:
     """Run a statement of the driver for each of these parameters. How many rows it changed is known at the end of the
-    `pipeline`."""
+    `pipeline`, if it is in one."""
     if connection.dialect.name == SQLITE:
         return connection.exec_driver_sql(text, rows)
-    cursor = connection.connection.cursor()
-    cursor.executemany(text, rows)
+    with _errors_of_driver(connection):
+        cursor = connection.connection.cursor()
+        cursor.executemany(text, rows)
     return cursor
+
+
+@contextmanager
+def _errors_of_driver(connection: Connection) -> Iterator[None]:
+    """Errors of psycopg become SQLAlchemy's, as in statements that SQLAlchemy runs.
+
+    A connection that is lost is given up at once: to roll it back would fail as well, and say less.
+    """
+    driver = connection.connection.driver_connection
+    database_errors = connection.dialect.loaded_dbapi.Error
+    try:
+        yield
+    except database_errors as error:
+        if connection.dialect.is_disconnect(error, driver, None):
+            connection.invalidate(error)
+        raise DBAPIError.instance(
+            None, None, error, database_errors, hide_parameters=True, dialect=connection.dialect
+        ) from error
 
 
 def is_later_by(
