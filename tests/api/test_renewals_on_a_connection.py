@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.api.app import Application, create_app
-from gpulease_server.api.auth import peer_credentials
+from gpulease_server.api.auth import peer_credentials, user_names
 from gpulease_server.api.auth.peer_credentials import ConnectionType, PeerCredentials, PeerCredentialsProtocol
 from gpulease_server.api.auth.user_names import refresh_user_name
 from gpulease_server.api.daemon_state import DaemonState
@@ -258,6 +258,71 @@ def test_a_renewal_waits_for_its_turn_and_its_answer_too(sqlite_url: str, monkey
             assert (await one.read()).status == 200
 
     tell(sqlite_url, story, AccessSettings(admins=frozenset({str(uid)})))
+
+
+def test_a_renewal_whose_caller_has_to_be_looked_up_counts_once(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = 61_007
+    peer = PeerCredentials(uid=uid, gid=uid, local=True, connection=ConnectionType.SOCKET)
+    monkeypatch.setattr(peer_credentials, "peer_credentials_of", lambda _: peer)
+    monkeypatch.delitem(user_names._cache, uid, raising=False)
+
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            for status in (200, 429):
+                one.writer.write(told.renewal("a"))
+                assert (await one.read()).status == status
+
+    tell(sqlite_url, story, AccessSettings(admins=frozenset({str(uid)}), max_rps_per_user=0.001))
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+"""As Java's HttpClient and `curl --http2` send with each request."""
+
+
+@pytest.mark.parametrize("size", [1, 2**20])
+def test_a_request_that_offers_another_protocol_is_answered_as_any_other(sqlite_url: str, size: int) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            field = b"Content-Length"
+            show = b"GET /v1/leases/%b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (told.lease_id.encode(), OFFER)
+            content = b'{"token": %d}' % told.token
+            chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content)
+            chunked = told.renewal("chunked", b"").replace(b"Content-Length: 0\r\n", b"Transfer-Encoding: chunked\r\n")
+            sent = told.renewal("a").replace(field, OFFER + field) + show + told.renewal("b")
+            sent += chunked.replace(b"Transfer", OFFER + b"Transfer") + chunks + told.renewal("c")
+            for place in range(0, len(sent), size):
+                one.protocol.data_received(sent[place : place + size])
+            replies = [await one.read() for _ in range(5)]
+            assert {reply.status for reply in replies} == {200}
+            names = [reply.fields["x-request-id"] for reply in replies]
+            assert [*names[:1], *names[2:]] == ["a", "b", "chunked", "c"]
+
+    tell(sqlite_url, story)
+
+
+def test_what_comes_after_a_body_is_no_field_of_its_head(sqlite_url: str) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            head = told.renewal("a", b"").replace(b"Content-Length: 0\r\n", b"Transfer-Encoding: chunked\r\n")
+            content = b'{"token": %d}' % told.token
+            one.writer.write(head + b"%x\r\n%b\r\n0\r\nAuthorization: Bearer x\r\n\r\n" % (len(content), content))
+            assert (await one.read()).status == 200
+
+    tell(sqlite_url, story)
+
+
+def test_a_request_that_is_refused_for_its_body_is_not_carried_out(sqlite_url: str) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            target = f"/v1/leases/{told.lease_id}?token={told.token}"
+            head = f"DELETE {target} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            one.protocol.data_received(head.encode() + b"no chunk\r\n")
+            assert not told.state.tasks
+            assert (await one.read()).status == 400
+
+    tell(sqlite_url, story)
 
 
 @pytest.mark.parametrize(("where", "what"), [(Renewal, "happening"), (Renewal, "answer"), (DirectConnection, "answer")])

@@ -12,6 +12,7 @@ with plain text. A connection here is in one of three states, each with its limi
 | part of a body | 408 after `body_s`, closed; the time counts only while the application wants to read on |
 | a head over `max_head_bytes` or with over `max_headers` fields; a URL over `MAX_URL_BYTES` | 431 or 414, closed |
 | not HTTP, incomplete chunks, two content lengths | 400, closed; a response in progress is finished first |
+| `Upgrade: h2c`, as some clients send with each request | answered as without it |
 | over `max_pipelined` requests ahead of their responses | closed |
 | a client that does not read its response | closed when it has taken no byte for `stalled_s` |
 | over `max_connections` connections, or more than 1 / `USER_SHARE` of them from one user | 503, closed |
@@ -33,6 +34,7 @@ from enum import Enum, auto
 from itertools import chain
 from typing import Any, ClassVar
 
+import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -188,7 +190,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         self._is_parsing = True
         try:
-            super().data_received(data)
+            self._parse(data)
         finally:
             self._is_parsing = False
             if self._arrived is not None:
@@ -201,6 +203,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse_fields()  # of a head that goes on, or after a body in chunks
         self._set_timer()
 
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _is_to_upgrade(self) -> bool:
+        """True if the parser takes what follows the head for another protocol."""
+        found: bool = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        return found
+
+    def _head_without_upgrade(self) -> bytes:
+        """The last head, without the field for which the parser does not read the body that belongs to it."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
@@ -210,6 +234,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
+        if self._is_to_upgrade():
+            return  # it is parsed again
         if len(self.headers) > self.max_headers:
             self._refuse_fields()
             raise RequestRefused
@@ -227,6 +253,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._add_bytes(size)
         self._unanswered.append(size)
         super().on_headers_complete()
+        self.headers = []  # fields that come after the body are none of the head
         self._part = RequestPart.BODY
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -242,6 +269,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Answer the request of which the head was parsed just now; where all of it was, perhaps without a task."""
         cycle, self._arrived = self._arrived, None
         assert cycle is not None
+        if self.transport.is_closing():
+            return  # it was refused because of what follows its head
         if cycle.more_body or self._hot_path is None or not self._hot_path.begins(cycle, self):
             self.start_task(cycle, self.app)
 
@@ -300,6 +329,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
+        if self._is_to_upgrade():
+            return
         super().on_message_complete()
         self._part = RequestPart.IDLE
 

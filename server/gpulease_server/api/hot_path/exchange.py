@@ -22,7 +22,8 @@ gone | a task does the rest |
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -107,7 +108,7 @@ class Exchange:
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Carry it out and answer it."""
-        try:
+        with self._to_its_end():
             TURN.set(self._turn)
             if self._turn is not None:
                 await self._turn.begin()
@@ -121,6 +122,12 @@ class Exchange:
             except Exception as error:
                 answer = self._failed(error)
             await self._answer(answer, receive, send)
+
+    @contextmanager
+    def _to_its_end(self) -> Iterator[None]:
+        """For what a task does last: however that ends, the request has ended with it."""
+        try:
+            yield
         except Exception:
             self._counted = 500
             raise
@@ -237,23 +244,13 @@ class Exchange:
     async def _resume(self, decided: Decided, _: Scope, receive: Receive, send: Send) -> None:
         """Answer it when its turn has come."""
         assert self._turn is not None
-        try:
+        with self._to_its_end():
             await self._turn.begin(resumes=True)
             await self._answer(self._answer_to(decided), receive, send)
-        except Exception:
-            self._counted = 500
-            raise
-        finally:
-            self._end()
 
     async def _answer_in_task(self, answer: Answer, _: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with self._to_its_end():
             await self._answer(answer, receive, send)
-        except Exception:
-            self._counted = 500
-            raise
-        finally:
-            self._end()
 
     def _break(self, error: Exception) -> None:
         """After a bug: let uvicorn log it, and answer or close the connection."""
