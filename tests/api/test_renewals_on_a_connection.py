@@ -27,6 +27,7 @@ from gpulease_server.api.auth.peer_credentials import ConnectionType, PeerCreden
 from gpulease_server.api.auth.user_names import refresh_user_name
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.direct_connection import DirectConnection
+from gpulease_server.api.fair_share import Turn
 from gpulease_server.api.hot_path.operations import Renewal
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
@@ -339,6 +340,42 @@ def test_a_bug_is_answered(sqlite_url: str, monkeypatch: pytest.MonkeyPatch, whe
         async with told.connection() as another:
             another.writer.write(told.renewal("again"))
             assert (await another.read()).status == 200
+
+    tell(sqlite_url, story)
+
+
+def test_a_bug_after_the_writer_has_a_renewal_is_answered_once(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uid = 61_001
+    peer = PeerCredentials(uid=uid, gid=uid, local=True, connection=ConnectionType.SOCKET)
+    monkeypatch.setattr(peer_credentials, "peer_credentials_of", lambda _: peer)
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async def story(told: Story) -> None:
+        await refresh_user_name(uid)
+        ends_s = told.expires_at_s()
+        async with told.connection() as one:
+            monkeypatch.setattr(Turn, "end_for_writer", fails)
+            one.writer.write(told.renewal("odd"))
+            assert (await one.reader.read()).count(b"HTTP/1.1 500") == 1
+        await until(lambda: told.expires_at_s() > ends_s)
+        await until(lambda: not told.state.tasks)
+
+    tell(sqlite_url, story, AccessSettings(admins=frozenset({str(uid)})))
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+
+
+def test_a_renewal_is_refused_while_too_many_wait_for_the_writer(sqlite_url: str) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            for most, status in ((0, 503), (1, 200)):
+                told.daemon.writer._queue._most = most
+                one.writer.write(told.renewal("a"))
+                reply = await one.read()
+                assert (reply.status, reply.fields.get("retry-after")) == (status, "1" if status == 503 else None)
 
     tell(sqlite_url, story)
 

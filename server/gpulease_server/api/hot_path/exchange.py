@@ -212,6 +212,8 @@ class Exchange:
         return True
 
     def _on_decided(self, decided: Decided) -> None:
+        if self._has_ended:
+            return  # a bug was answered
         try:
             if self._turn is None or self._turn.begins_at_once(resumes=True):
                 self._conclude(self._answer_to(decided))
