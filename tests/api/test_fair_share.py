@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 from gpulease_server.api import fair_share
 from gpulease_server.api.fair_share import BURST_S, OTHERS_S, SHARE, FairShare, Turn
@@ -125,6 +126,25 @@ def test_a_request_that_is_cancelled_leaves_its_turn_to_the_next(had_its_turn: b
             share.end(EVE, "other", 0.0)
         assert await settled(follows) == [True]
         assert cancelled.cancelled()
+
+    playing(story)
+
+
+def test_a_request_whose_client_leaves_waits_no_longer() -> None:
+    async def story(share: Played) -> None:
+        working = share.waits(EVE)
+        on_disconnect: list[Callable[[], None]] = []
+        gone = [asyncio.ensure_future(share.begin(EVE, "other", on_disconnect=on_disconnect)) for _ in range(3)]
+        follows = share.waits(EVE)
+        assert await settled(working, *gone, follows) == [True, False, False, False, False]
+        gone[1].cancel()
+        for leave in list(on_disconnect):
+            leave()
+        assert await settled(*gone, follows) == [True, True, True, False]
+        assert [type(one.exception()) for one in (gone[0], gone[2])] == [ClientDisconnect, ClientDisconnect]
+        assert not on_disconnect
+        share.end(EVE, "other", 0.0)
+        assert await settled(follows, share.waits(EVE)) == [True, False]
 
     playing(story)
 

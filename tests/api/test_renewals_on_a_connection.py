@@ -261,6 +261,35 @@ def test_a_renewal_waits_for_its_turn_and_its_answer_too(sqlite_url: str, monkey
     tell(sqlite_url, story, AccessSettings(admins=frozenset({str(uid)})))
 
 
+@pytest.mark.parametrize("lane", ["keeping", "other"])
+def test_what_waits_for_its_turn_goes_with_its_client(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    uid = 61_001
+    peer = PeerCredentials(uid=uid, gid=uid, local=True, connection=ConnectionType.SOCKET)
+    monkeypatch.setattr(peer_credentials, "peer_credentials_of", lambda _: peer)
+
+    async def story(told: Story) -> None:
+        share = told.app.hot_path.share
+        show = b"GET /v1/me HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        request = {"keeping": told.renewal("a"), "other": show}[lane]
+        assert share.begins_at_once(uid, lane)
+        ends_s = told.expires_at_s()
+        async with told.connection() as one:
+            one.writer.write(request)
+            await until(lambda: tasks_of(told))
+            await asyncio.sleep(0)
+        await until(lambda: not told.state.tasks)
+        assert told.app.hot_path.metrics.in_flight == 0
+        assert told.expires_at_s() == ends_s
+        share.end(uid, lane, 0.0)
+        async with told.connection() as another:
+            another.writer.write(request)
+            assert (await another.read()).status == 200
+
+    tell(sqlite_url, story, AccessSettings(admins=frozenset({str(uid)})))
+
+
 def test_a_renewal_whose_caller_has_to_be_looked_up_counts_once(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

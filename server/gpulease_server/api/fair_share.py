@@ -8,6 +8,7 @@ one user gets at most `SHARE` of its time: after a request that took long, the u
 | a request | and the share |
 |---|---|
 | waits for a commit, a grant, a change, its body or its client | is not counted; the next one begins |
+| waits for its turn, and its client leaves | is not begun: clients that come and go would leave any number waiting |
 | has a large body, or submits an array | is counted to its end: writing it takes as long as reading it |
 | renews or releases a lease | has a share of its own, so that no one loses a lease because of their other requests |
 | is of root or of the daemon's user, or is the report of a worker | has no limit |
@@ -25,6 +26,8 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import field
+
+from starlette.requests import ClientDisconnect
 
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_server.runtime import clock
@@ -50,9 +53,9 @@ class _User:
     """One user's requests."""
 
     working: bool = False
-    resuming: deque[asyncio.Future[None]] = field(default_factory=deque)
-    """Requests that go on after a wait: before those that have not begun."""
-    beginning: deque[asyncio.Future[None]] = field(default_factory=deque)
+    resuming: deque[asyncio.Future[bool]] = field(default_factory=deque)
+    """Requests that go on after a wait: before those that have not begun. Each is told whether it may work."""
+    beginning: deque[asyncio.Future[bool]] = field(default_factory=deque)
     used_s: float = 0.0
     """Time taken as of `at_s`; it fades at `SHARE` seconds a second."""
     at_s: float = 0.0
@@ -102,21 +105,42 @@ class FairShare:
         own.working = True
         return True
 
-    async def begin(self, user: Hashable, lane: str, *, resumes: bool = False) -> None:
-        """Return when a request of this user may work."""
+    async def begin(
+        self,
+        user: Hashable,
+        lane: str,
+        *,
+        resumes: bool = False,
+        on_disconnect: list[Callable[[], None]] | None = None,
+    ) -> None:
+        """Return when a request of this user may work.
+
+        Raises `ClientDisconnect` if a function that is in `on_disconnect` meanwhile is called before.
+        """
         if self.begins_at_once(user, lane):
             return
         own = self._users[user, lane]
         waiting = own.resuming if resumes else own.beginning
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def leave() -> None:
+            if not turn.done():
+                turn.set_result(False)
+                self._serve(user, own)
+
+        calls = [] if on_disconnect is None else on_disconnect
+        calls.append(leave)
         waiting.append(turn)
         self._serve(user, own)
         try:
-            await turn
+            if not await turn:
+                raise ClientDisconnect
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.result():
                 self.end(user, lane, 0.0)
             raise
+        finally:
+            calls.remove(leave)
 
     def end(self, user: Hashable, lane: str, took_s: float) -> None:
         """The request that worked has ended or waits; the user's next one may work."""
@@ -130,7 +154,7 @@ class FairShare:
             own.timer.cancel()
             own.timer = None
         while not own.working and (waiting := own.resuming or own.beginning):
-            if waiting[0].done():  # its request was cancelled
+            if waiting[0].done():  # its request was cancelled, or its client has left
                 waiting.popleft()
                 continue
             delay_s = self._delay_s(user, own)
@@ -138,7 +162,7 @@ class FairShare:
                 own.timer = asyncio.get_running_loop().call_later(delay_s, self._serve, user, own)
                 return
             own.working = True
-            waiting.popleft().set_result(None)
+            waiting.popleft().set_result(True)
 
     def _delay_s(self, user: Hashable, own: _User) -> float:
         """How long the user's next request has to wait, because of what the earlier ones took."""
@@ -164,10 +188,13 @@ class FairShare:
 
 
 class Turn:
-    """One request's part in it."""
+    """One request's part in it. `on_disconnect` has functions that are called when its client leaves."""
 
-    def __init__(self, share: FairShare, user: Hashable, lane: str) -> None:
+    def __init__(
+        self, share: FairShare, user: Hashable, lane: str, on_disconnect: list[Callable[[], None]] | None = None
+    ) -> None:
         self._share, self._user, self._lane = share, user, lane
+        self._on_disconnect = on_disconnect
         self._since_s: float | None = None
         """When it began to work; None while it waits."""
         self.is_large = False
@@ -184,9 +211,11 @@ class Turn:
         return True
 
     async def begin(self, *, resumes: bool = False) -> None:
-        """Return when it may work; at once if it does."""
+        """Return when it may work; at once if it does. Raises `ClientDisconnect` if its client leaves before, unless it
+        resumes."""
         if not self.is_exempt and self._since_s is None:
-            await self._share.begin(self._user, self._lane, resumes=resumes)
+            on_disconnect = None if resumes else self._on_disconnect
+            await self._share.begin(self._user, self._lane, resumes=resumes, on_disconnect=on_disconnect)
             self._since_s = clock.mono_s() - (0.0 if resumes else REQUEST_S)
             if self.is_exempt:  # since it has waited
                 self.end()

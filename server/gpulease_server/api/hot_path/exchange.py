@@ -110,8 +110,11 @@ class Exchange:
         """Carry it out and answer it."""
         with self._to_its_end():
             TURN.set(self._turn)
-            if self._turn is not None:
-                await self._turn.begin()
+            try:
+                if self._turn is not None:
+                    await self._turn.begin()
+            except ClientDisconnect:
+                return
             self._identify()
             try:
                 self._call = self._called(await self._authorized(), receive)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpulease_server.api.auth.callers import is_privileged, trusted_peer
 from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from gpulease_server.api.fair_share import TURN, FairShare, Turn
+from gpulease_server.api.http_limits import ON_DISCONNECT
 
 KEEPING = ("/renew", "/release")
 """Ends of paths whose requests have a share of their own."""
@@ -39,7 +41,10 @@ class FairTurnsMiddleware:
                 turn.end()  # a client may take its time to read; a stream goes on with `fair_share.resume`
             await send(message)
 
-        await turn.begin()
+        try:
+            await turn.begin()
+        except ClientDisconnect:
+            return
         try:
             await self.app(scope, receive, send_outside)
         finally:
@@ -53,7 +58,7 @@ def turn_of(share: FairShare, peer: PeerCredentials, scope: Scope) -> Turn | Non
         share.note_request(user)
     if is_privileged(peer):
         return None
-    return Turn(share, user, "keeping" if scope["path"].endswith(KEEPING) else "other")
+    return Turn(share, user, "keeping" if scope["path"].endswith(KEEPING) else "other", scope.get(ON_DISCONNECT))
 
 
 def _user_of(peer: PeerCredentials, scope: Scope) -> Hashable:
