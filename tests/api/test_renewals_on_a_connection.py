@@ -332,6 +332,15 @@ def test_a_request_that_offers_another_protocol_is_answered_as_any_other(sqlite_
     tell(sqlite_url, story)
 
 
+def test_a_tunnel_is_refused(sqlite_url: str) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            one.writer.write(b"CONNECT / HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % OFFER)
+            assert (await one.read()).status == 400
+
+    tell(sqlite_url, story)
+
+
 def test_what_comes_after_a_body_is_no_field_of_its_head(sqlite_url: str) -> None:
     async def story(told: Story) -> None:
         async with told.connection() as one:

@@ -11,7 +11,7 @@ with plain text. A connection here is in one of three states, each with its limi
 | part of a head, then nothing, or a byte now and then | 408 after `head_s`, closed |
 | part of a body | 408 after `body_s`, closed; the time counts only while the application wants to read on |
 | a head over `max_head_bytes` or with over `max_headers` fields; a URL over `MAX_URL_BYTES` | 431 or 414, closed |
-| not HTTP, incomplete chunks, two content lengths | 400, closed; a response in progress is finished first |
+| not HTTP, `CONNECT`, incomplete chunks, two content lengths | 400, closed; a response in progress is finished first |
 | `Upgrade: h2c`, as some clients send with each request | answered as without it |
 | over `max_pipelined` requests ahead of their responses | closed |
 | a client that does not read its response | closed when it has taken no byte for `stalled_s` |
@@ -214,13 +214,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self.send_400_response("")
                 return
 
-    def _is_to_upgrade(self) -> bool:
-        """True if the parser takes what follows the head for another protocol."""
-        found: bool = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-        return found
-
     def _head_without_upgrade(self) -> bytes:
-        """The last head, without the field for which the parser does not read the body that belongs to it."""
+        """The last head, without the field for which the parser takes the body that belongs to it for another
+        protocol."""
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
@@ -234,7 +230,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
-        if self._is_to_upgrade():
+        if self.parser.get_method() == b"CONNECT":
+            self.send_400_response("")
+            raise RequestRefused
+        if self.parser.should_upgrade():
             return  # it is parsed again
         if len(self.headers) > self.max_headers:
             self._refuse_fields()
@@ -329,7 +328,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        if self._is_to_upgrade():
+        if self.parser.should_upgrade():
             return
         super().on_message_complete()
         self._part = RequestPart.IDLE
