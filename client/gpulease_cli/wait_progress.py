@@ -3,6 +3,7 @@ line whenever the reason changes."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import signal
 import sys
@@ -15,16 +16,18 @@ import click
 
 from gpulease.client import Client
 from gpulease.sansio.release_retries import DEBTS
-from gpulease_protocol.errors import GpuleaseError
-from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, Unavailable
 from gpulease_protocol.model import Job, JobState, Lease
 from gpulease_protocol.obstacle_groups import describe_wait
 from gpulease_protocol.status_table import format_duration, printable
 
+LOG = logging.getLogger("gpulease")
 QUIET_S = 0.3
 """No progress is shown for a request that is granted within this time."""
 CLEAR_LINE = "\x1b[K"
 """Clears a terminal's line from the cursor on."""
+NO_DAEMON = "; the daemon does not answer, and is asked again"
+"""What a wait says while it cannot be asked why it waits."""
 POLL_S = 1.0
 """Time between two queries for the reason of a wait."""
 
@@ -57,17 +60,20 @@ class QueueProgress:
         self._client = client
         self._closed = threading.Event()
         self._progress: _Progress | None = None
+        self._warnings = _WarningsBelow(self)
 
     def __enter__(self) -> QueueProgress:
+        LOG.addHandler(self._warnings)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        LOG.removeHandler(self._warnings)
         gave_up = kind is KeyboardInterrupt and self._progress is not None and not self._closed.is_set()
         self.close()
         if gave_up:
-            # What could not be withdrawn was said by the library, and ends with this process.
-            if not DEBTS.owed_to(self._client.destination):
-                sys.stderr.write("gpulease: gave up; the request is out of the queue\n")
+            owed = DEBTS.owed_to(self._client.destination)
+            what = "the daemon ends the request when it is back" if owed else "the request is out of the queue"
+            sys.stderr.write(f"gpulease: gave up; {what}\n")
             raise click.exceptions.Exit(128 + signal.SIGINT) from None
 
     def start(self, lease: Lease) -> None:
@@ -81,10 +87,28 @@ class QueueProgress:
         if self._progress is not None:
             self._progress.close()
 
+    def wipe(self) -> None:
+        """Remove the line from the terminal until it is drawn again."""
+        if self._progress is not None:
+            self._progress.wipe()
+
     def _watch(self, progress: _Progress, lease_id: str) -> None:
         self._closed.wait(QUIET_S)
         while not self._closed.is_set() and progress.show_reason(lease_id):
             self._closed.wait(POLL_S)
+
+
+class _WarningsBelow(logging.Handler):
+    """Writes warnings of the library to stderr as Python does without a handler, but not into the line of a wait."""
+
+    def __init__(self, progress: QueueProgress) -> None:
+        super().__init__(logging.WARNING)
+        self._queue_progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._queue_progress.wipe()
+        sys.stderr.write(f"{self.format(record)}\n")
+        sys.stderr.flush()
 
 
 @contextmanager
@@ -124,16 +148,21 @@ class _Progress:
         """Stop. Printed lines stay; the redrawn line is removed."""
         with self._lock:
             self._closed = True
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Remove the redrawn line until it is drawn again."""
+        with self._lock:
             self._wipe()
             sys.stderr.flush()
 
-    def _draw(self, explanation: Explanation) -> None:
-        """Redraw the terminal's last line."""
+    def _draw(self, what: str) -> None:
+        """Redraw the terminal's last line: how long it has waited, and `what`."""
         waited = format_duration((datetime.now(UTC) - self._since).total_seconds())
         columns = shutil.get_terminal_size().columns
         with self._lock:
             if not self._closed:
-                line = printable(f"waiting {waited}{describe_wait(explanation)}", max(columns - 1, 20))
+                line = printable(f"waiting {waited}{what}", max(columns - 1, 20))
                 sys.stderr.write(f"\r{line}{CLEAR_LINE}")
                 sys.stderr.flush()
                 self._drawn, self._last = True, None
@@ -147,19 +176,26 @@ class _Progress:
         """Show why a request waits; False if it does not wait. A failed query is repeated at the next call."""
         try:
             explanation = self._client.explain(lease_id)
+        except (DaemonUnavailable, Unavailable):  # for as long as the request itself is retried, the line goes on
+            self._show(NO_DAEMON, NO_DAEMON)
+            return True
         except GpuleaseError:
             if fallback is not None:  # between two attempts a job has no request
                 self.show_once(f"waits. {fallback}")
             return fallback is not None
         if explanation.verdict not in ("not_now", "never"):
             return False
-        if sys.stderr.isatty():
-            self._draw(explanation)
-            return True
         # Not the words: they say for how long a lease has been held.
         obstacles = tuple((obstacle.code, obstacle.uuid, obstacle.lease_id) for obstacle in explanation.obstacles)
-        self.show_once(f"waits{describe_wait(explanation)}.", (explanation.position, obstacles))
+        self._show(describe_wait(explanation), (explanation.position, obstacles))
         return True
+
+    def _show(self, what: str, key: object) -> None:
+        """On a terminal redraw the line with `what`; elsewhere print it, unless its `key` was the last one."""
+        if sys.stderr.isatty():
+            self._draw(what)
+        else:
+            self.show_once(f"waits{what}.", key)
 
 
 def _next_state(client: Client, job: Job, until: Callable[[Job], bool]) -> Job:

@@ -253,3 +253,11 @@ def test_who_holds_several_gpus_is_told_of_one_that_should_not_reach_the_others(
         "GPU 2 of a is best used alone: it is not on the host's NVLink fabric, and reaches the others over PCIe, "
         "if at all.",
     )
+
+
+def test_of_a_silent_node_a_holder_is_told_once_and_not_for_each_gpu() -> None:
+    """Every holder would otherwise read a line for each of its GPUs after each restart of the daemon."""
+    world = World().node(gpus=4)
+    lease = world.lease(3)
+    world.pass_time(5, silent=("a",))
+    assert problems(world, lease) == ("GPUs 0-2 of a are unknown: node a has been silent for over 3 s.",)

@@ -316,7 +316,7 @@ class Flows:
                     pause = None
                 if pause is None or time.monotonic() > until_s:
                     what = f"Request {debt.lease_id}" if debt.lease_id else "A request without a response"
-                    LOG.warning("%s is not withdrawn yet; this process keeps trying: %s", what, error)
+                    LOG.warning("%s is not withdrawn yet; this process keeps trying until it ends: %s", what, error)
                     break
                 yield pause
             return False

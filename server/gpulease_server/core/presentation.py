@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 
 from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Job, Lease, LeaseState, Node, NodeState, Priority
+from gpulease_protocol.obstacle_groups import gpu_ranges
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import (
@@ -120,8 +121,14 @@ def lease_problems(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -
         node = gpu.device.node
         if node not in unknown:
             unknown[node] = node_problem(ledger, node, now, policy) is not None
+            if unknown[node]:  # one sentence for all of its GPUs: after a restart of the daemon each holder is told
+                indices = [held.device.index for held in ledger.held_by(lease) if held.device.node == node]
+                why = why_not_free(ledger, gpu, GpuState.UNKNOWN, now, policy)
+                found.append(f"{gpu_ranges(indices, node)} {'is' if len(indices) == 1 else 'are'} {why}.")
+        if unknown[node]:
+            continue
         observation, reading = ledger.node_observations.get(node), reading_of(ledger, gpu)
-        state = GpuState.UNKNOWN if unknown[node] else state_by_report(gpu, observation, ledger.nodes.get(node))
+        state = state_by_report(gpu, observation, ledger.nodes.get(node))
         if state is GpuState.LEASED and reading is not None and not (reading.processes or reading.warnings):
             continue  # as nearly always
         name = f"GPU {gpu.device.index} of {node}"
