@@ -54,16 +54,17 @@ def _seconds_until(at: datetime, now: datetime) -> float:
 
 
 def _longest_without_limit(gpus: Sequence[Gpu], holding: dict[str, Lease], job_of: dict[str, Job]) -> Lease | None:
-    """The lease that has held GPUs for the longest time, of those without a time limit."""
+    """The lease that has held GPUs for the longest time, of those of which no end is known."""
     held = (holding[gpu.lease_id] for gpu in gpus if gpu.lease_id in holding)
     endless = [
         lease
         for lease in held
         if (lease.ends_at is None if lease.id not in job_of else job_of[lease.id].timeout_s is None)
+        and lease.preempt_at is None
     ]
     return min(endless, key=lambda lease: lease.granted_at or lease.created_at, default=None)
 
 
 def _without_limit(lease: Lease, job: Job | None, now: datetime) -> str:
     held_s = (now - (lease.granted_at or lease.created_at)).total_seconds()
-    return f"{describe_holder(lease.holder, job_label(job))} for {format_age(held_s)}, no limit"
+    return f"unknown: {describe_holder(lease.holder, job_label(job))} for {format_age(held_s)}, no end declared"

@@ -17,6 +17,8 @@ from gpulease_protocol.status_table import format_duration, printable
 
 UNFIT = frozenset({"other_node", "other_model", "not_listed"})
 """Codes of GPUs that were not asked for, and so are not in the way."""
+MAX_REASON = 400
+"""Characters of the reason of one group: the end of it may be what the user can do, as with a reservation."""
 MAX_GROUPS = 8
 """Groups that are told: no one reads a longer sentence to its end."""
 
@@ -47,7 +49,7 @@ def _why(obstacle: Obstacle, now: datetime) -> str | None:
     name = f"GPU {obstacle.index} of {obstacle.node} "
     if not obstacle.sentence.startswith(name):
         return None
-    return printable(obstacle.sentence.removeprefix(name).removeprefix("is ").rstrip("."), 200)
+    return printable(obstacle.sentence.removeprefix(name).removeprefix("is ").rstrip("."), MAX_REASON)
 
 
 def _holder(obstacle: Obstacle) -> str:

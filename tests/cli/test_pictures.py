@@ -136,8 +136,11 @@ def test_a_start_by_history_is_a_range() -> None:
 
 def test_without_a_limit_it_is_said_who_is_in_the_way_longest() -> None:
     said = starts(waits("Q-1", 2), limits=(7200, None))["Q-1"]
-    assert said.endswith("for 1h, no limit")
+    assert said.endswith("for 1h, no end declared")
     assert "job runL-1" in said
+    ending = replace(held("L-1"), preempt_at=NOW + timedelta(minutes=1))
+    in_use = [gpu(0, GpuState.LEASED, lease_id="L-1")]
+    assert expected_starts(in_use, [ending], [], [waits("Q-1", 2)], NOW) == {}, "it ends for others"
 
 
 def test_nothing_is_said_of_requests_for_certain_gpus() -> None:

@@ -83,10 +83,14 @@ def test_a_detached_lease_belongs_to_no_process(client: Client, gpulease: Progra
     assert gpulease("renew", lease.id[:12]).stdout == f"{lease.id} lasts 1h 00m from now\n"
     bound = {"GPULEASE_LEASE_ID": lease.id}
     assert gpulease("renew", **bound).stdout == f"{lease.id} lasts 1h 00m from now\n"
+    brief = gpulease("acquire", "--detach", "--time", "10m", "--wait", "1m")
+    assert "), for 10m 00s; " in brief.stderr, "its ttl of 2h makes it no longer"
+    longer = gpulease("acquire", "--detach", "--time", "10m", "--ttl", "5m", "--wait", "1m")
+    assert "), for 5m 00s unless renewed, for 10m 00s at most; " in longer.stderr
     other = gpulease("acquire", "--detach", "--json", "--wait", "1m")
     assert (other.returncode, other.stderr) == (0, ""), "programs that read it are told nothing else"
     released = gpulease("release", "lease-0000000000000000", *(one.id for one in active(client)))
-    assert (released.returncode, released.stdout.count(" is released")) == (1, 2)
+    assert (released.returncode, released.stdout.count(" is released")) == (1, 4)
     again = gpulease("release", **bound)
     assert (again.returncode, again.stdout.split()[0]) == (0, "unset"), "a lease that has ended leaves a shell to clean"
     ended = gpulease("run", "--", "true", **bound)

@@ -157,6 +157,15 @@ def test_obstacles_are_grouped_by_who_is_in_the_way() -> None:
     assert obstacle_groups(many, NOW)[8:] == ["and 4 more"]
 
 
+def test_a_reservation_is_told_to_its_end_which_says_what_to_do() -> None:
+    why = (
+        "reserved for user games from 2026-11-27 23:27 to 2026-11-28 03:27 UTC (course; reservation-171314615b7f2929). "
+        "The request declares no time; with `time_s` (`--time`) of at most 6749 s it could use the GPU before that"
+    )
+    obstacles = [obstacle(index, "reserved", f"GPU {index} of a is {why}.") for index in (0, 1)]
+    assert obstacle_groups(obstacles, NOW) == [f"GPUs 0, 1: {why}"]
+
+
 def test_the_variables_that_the_code_reads_are_known() -> None:
     read: set[str] = set()
     for package in ("client", "protocol", "server", "worker"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -164,10 +165,22 @@ def _check_unbound(client: Client) -> None:
 def _describe(lease: Lease, caller: CallingShell | None) -> str:
     """What was leased, and how it ends."""
     if lease.liveness is Liveness.PROCESS and caller is not None:
-        ends = f"until {caller.name} (pid {caller.process.pid}) ends"
+        ends = f"until {caller.name} (pid {caller.process.pid}) ends{_at_most(lease)}"
     else:
-        ends = f"for {format_duration(lease.ttl_s)} unless renewed"
+        ends = f"for {format_duration(_lasts_s(lease))}"
+        if _lasts_s(lease) == lease.ttl_s:
+            ends += f" unless renewed{_at_most(lease)}"
     return f"{_gpus(lease)} ({lease.id}), {ends}; `gpulease release {lease.id}` gives it back"
+
+
+def _lasts_s(lease: Lease) -> float:
+    """How long it lasts from now on if it is not renewed; less than its ttl if its declared time ends before."""
+    return lease.ttl_s if lease.ends_in_s is None else min(lease.ttl_s, math.ceil(lease.ends_in_s))
+
+
+def _at_most(lease: Lease) -> str:
+    """How long it lasts however often it is renewed, if that has an end."""
+    return "" if lease.ends_in_s is None else f", for {format_duration(math.ceil(lease.ends_in_s))} at most"
 
 
 def _gpus(lease: Lease) -> str:
@@ -238,7 +251,7 @@ def _lease_id(client: Client, word: str) -> str:
 
 
 def _print_renewed(lease: Lease) -> None:
-    click.echo(f"{lease.id} lasts {format_duration(lease.ttl_s)} from now")
+    click.echo(f"{lease.id} lasts {format_duration(_lasts_s(lease))} from now")
 
 
 def _release(client: Client, lease_id: str, token: int | None) -> Lease:
