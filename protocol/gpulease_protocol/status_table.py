@@ -356,14 +356,17 @@ def describe_end(lease: Lease | None, job: Job | None, now: datetime) -> str:
         return "preempted in " + format_duration((lease.preempt_at - now).total_seconds())
     if lease.reclaim_at is not None:
         return "taken back in " + format_duration((lease.reclaim_at - now).total_seconds())
-    if lease.liveness is Liveness.PROCESS:
-        return f"pid {lease.holder.owner_pid} ends" if lease.holder.owner_pid else "its process ends"
     if lease.liveness is Liveness.JOB:
         if job is None or job.timeout_s is None or job.started_at is None:
             return "its job ends"
         left = job.started_at + timedelta(seconds=job.timeout_s) - now
         return f"in at most {format_duration(left.total_seconds())}"
-    return "-" if lease.expires_at is None else "in " + format_duration((lease.expires_at - now).total_seconds())
+    watched, until, most = lease.liveness is Liveness.PROCESS, lease.expires_at, lease.ends_at
+    if most is not None and (watched or until is None or most <= until):
+        return f"in at most {format_duration((most - now).total_seconds())}"
+    if watched:
+        return f"pid {lease.holder.owner_pid} ends" if lease.holder.owner_pid else "its process ends"
+    return "-" if until is None else "in " + format_duration((until - now).total_seconds())
 
 
 def describe_kept(lease: Lease, now: datetime) -> str | None:

@@ -50,6 +50,7 @@ def lease(name: str, state: LeaseState, **more: object) -> Lease:
         ({"preempt_at": NOW + timedelta(seconds=59), "reclaim_at": NOW + timedelta(minutes=5)}, "preempted in 59s"),
         ({"reclaim_at": NOW + timedelta(minutes=5)}, "taken back in 5m 00s"),
         ({}, "pid 1681 ends"),
+        ({"ends_at": NOW + timedelta(hours=2)}, "in at most 2h 00m"),
     ],
 )
 def test_a_lease_that_ends_for_others_says_when(notice: dict[str, datetime], shown: str) -> None:

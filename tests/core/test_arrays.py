@@ -131,6 +131,10 @@ def test_an_array_that_would_overfill_the_queue_is_refused() -> None:
     world = World(policy=Policy(max_queued=4)).node("a", gpus=2)
     assert isinstance(submit(world, count=6, at_most=1), OverQuota)
     assert world.ledger.jobs == {}
+    world.policy = Policy(limits=UserLimits(queued=4))
+    refused = submit(world, count=6, at_most=1)
+    assert isinstance(refused, OverQuota)
+    assert "has 0 requests in the queue and asks for at least 5 more; the limit is 4." in refused.detail
 
 
 @pytest.mark.parametrize("policy", [Policy(limits=UserLimits(queued=5)), Policy(max_queued=5)])

@@ -310,13 +310,18 @@ def test_a_gpu_without_work_says_for_how_long(browser: Browser, running: DaemonP
         expect(card(page, 0).locator(".use.low")).to_be_visible()
 
 
-def test_a_lease_of_a_watched_process_has_no_countdown(watched: Watched, running: DaemonProcess) -> None:
-    """N6: it is renewed while the process lives."""
+@pytest.mark.parametrize(
+    ("ends_at", "shown"), [(None, "while pid 4242 runs"), ("2126-01-01T00:00:00Z", re.compile(r"^at most \d+d"))]
+)
+def test_a_lease_of_a_watched_process_has_no_countdown_unless_its_time_is_declared(
+    watched: Watched, running: DaemonProcess, ends_at: str | None, shown: str | re.Pattern[str]
+) -> None:
+    """N6: it is renewed while the process lives. Both together would leave no room for the label."""
     ask(running, count=1, label="run")
     holder = {"user": "ada", "host": "h", "owner_pid": 4242, "label": "run"}
-    changed(watched.page, "**/v1/leases?state=active*", liveness="process", holder=holder)
+    changed(watched.page, "**/v1/leases?state=active*", liveness="process", holder=holder, ends_at=ends_at)
     page = watched.open()
-    expect(card(page, 0).locator(".until")).to_have_text("while pid 4242 runs")
+    expect(card(page, 0).locator(".until")).to_have_text(shown)
 
 
 @pytest.mark.budget(120)

@@ -407,7 +407,8 @@ def queue_is_full(
         in_queue = ledger.limits.queued[key] - _count_undecided(undecided, ledger.limits, key)
         if in_queue - counted + further > most:
             whose, waits = str(key), _counted(in_queue - counted, "request")
-            return f"{whose[0].upper()}{whose[1:]} has {waits} in the queue; the limit is {most}."
+            more = f" and asks for at least {further} more" if further > 1 else ""
+            return f"{whose[0].upper()}{whose[1:]} has {waits} in the queue{more}; the limit is {most}."
     return None
 
 

@@ -86,8 +86,8 @@ function gpuView(gpu, lease, job, nowMs) {
   };
 }
 
-/** When a lease ends, in words: a watched process renews it while it lives. @param {Lease | null} lease @param {number} nowMs */
-export function until(lease, nowMs) {
+/** When a lease ends, in words: a watched process renews it while it lives. `brief`: without the process where a time is known. @param {Lease | null} lease @param {number} nowMs @param {boolean} brief */
+export function until(lease, nowMs, brief = false) {
   if (lease?.state !== "active") return "";
   const left = (at) => duration((Date.parse(at) - nowMs) / 1000);
   if (lease.preempt_at) return `preempted in ${left(lease.preempt_at)}`;
@@ -95,7 +95,7 @@ export function until(lease, nowMs) {
   const endsAt = lease.ends_at ?? "";
   const most = endsAt && `at most ${left(endsAt)}`;
   if (lease.liveness === "process" && lease.holder.owner_pid)
-    return [`while pid ${lease.holder.owner_pid} runs`, most].filter(Boolean).join(", ");
+    return [!(brief && most) && `while pid ${lease.holder.owner_pid} runs`, most].filter(Boolean).join(", ");
   if (lease.expires_at === null || (most && Date.parse(endsAt) <= Date.parse(lease.expires_at))) return most;
   return `in ${left(lease.expires_at)}`;
 }

@@ -137,7 +137,7 @@ function Card({ gpu, values, mixed }) {
     ${values ? html`<${Sparkline} values=${values} label=${`Utilization of GPU ${gpu.index}, last hour`} />` : html`<span class="spark"></span>`}
     <div class="work">
       <p class="what" title=${purpose(gpu)}>${warnings.length ? html`<span class="warnings">${plain(warnings.join(", "))}</span> ` : null}${purpose(gpu)}</p>
-      <p class=${`until ${gpu.lease?.preempt_at || gpu.lease?.reclaim_at ? "ends-early" : ""}`}>${until(gpu.lease, nowMs())}</p>
+      <p class=${`until ${gpu.lease?.preempt_at || gpu.lease?.reclaim_at ? "ends-early" : ""}`}>${until(gpu.lease, nowMs(), true)}</p>
     </div>
     <p class="readings">
       <span class="memory">${gibibytes(used)} / ${gibibytes(total)} GiB</span>
