@@ -136,6 +136,8 @@ def test_the_place_in_the_queue_is_one_line_that_is_removed_after_the_wait(
     assert waiting.end() == 0
     after = waiting.drawn.rpartition("\r\x1b[K")[2]
     assert ("export CUDA_VISIBLE_DEVICES=" if words[0] == "acquire" else "it runs\r\n") in after
+    said = 'to bind this shell to them, enter the lines below; or next time: eval "$('
+    assert (said in after) == (words[0] == "acquire")
     for lease in client.leases(LeaseState.ACTIVE):
         client.release(lease.id, lease.fencing_token)
 

@@ -13,7 +13,7 @@ from gpulease_protocol.host import log_files
 from gpulease_protocol.model import Launcher
 from gpulease_worker.jobs import resource_limits, user_accounts
 from tests.worker.build import python
-from tests.worker.strangers import ROOT, STRANGER, end_of, log_of, passable, refused
+from tests.worker.strangers import ANYONE, ROOT, STRANGER, end_of, in_a_process, log_of, passable, refused
 
 
 @pytest.fixture
@@ -110,6 +110,21 @@ def test_a_fifo_in_place_of_a_log_blocks_no_reader(tmp_path: Path) -> None:
 def test_only_a_worker_as_root_runs_other_users_jobs(uid: int | None, own: int, words: str | None) -> None:
     said = user_accounts.reason_to_refuse(uid, own)
     assert (said is None) if words is None else (words in str(said))
+
+
+def refuse_as_an_ordinary_user(directory: str) -> None:
+    if ROOT:
+        end_of(Path(directory) / "own", "true", uid=0)  # all modules are imported: the user may not read this checkout
+        os.chown(directory, ANYONE, -1)
+        os.seteuid(ANYONE)
+    print(end_of(Path(directory) / "other", "true", uid=STRANGER + 1).reason)
+
+
+def test_a_worker_that_is_not_root_says_whose_job_it_does_not_run(public: Path) -> None:
+    """And not that it may not give away a file of the job's directory."""
+    said = in_a_process(refuse_as_an_ordinary_user, str(public))
+    own = user_accounts.account_of(ANYONE).name
+    assert f"It was submitted by {STRANGER + 1}, and the worker of this node runs as {own}." in said
 
 
 def test_a_limit_over_the_workers_own_is_capped() -> None:

@@ -143,6 +143,8 @@ def acquire(
         output.print_json(lease)
         return
     _say(_describe(lease, caller))
+    if sys.stdout.isatty():
+        _say('to bind this shell to them, enter the lines below; or next time: eval "$(gpulease acquire ...)"')
     fish = caller is not None and caller.is_fish
     for name, value in lease_variables(lease.env, os.environ).items():
         click.echo(f"set -gx {name} {shlex.quote(value)};" if fish else f"export {name}={shlex.quote(value)}")

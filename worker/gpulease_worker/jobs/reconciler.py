@@ -314,7 +314,7 @@ class JobReconciler:
         job_records.reserve(made, job_records.EXIT)
         job_records.write(made, job_records.ORDER, plan)
         account = plan.account
-        if account is not None:
+        if account is not None and user_accounts.own_uid() == 0:  # any other worker refuses the job, see `_add`
             for path in (*logs.iterdir(), logs, work):
                 os.chown(path, account.uid, account.gid)
             made.chmod(0o711)
