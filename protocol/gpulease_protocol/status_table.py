@@ -290,9 +290,10 @@ def describe_holder(holder: Holder | None, job: str | None = None) -> str:
 
 def describe_demand(demand: Demand) -> str:
     """A demand in a few words."""
+    names = [*map(str, demand.indices), *(uuid[:12] for uuid in demand.uuids)]
     what = {
-        Selection.COUNT: f"{demand.count} GPU{'s' if demand.count != 1 else ''}",
-        Selection.LISTED: "GPUs " + ", ".join([*map(str, demand.indices), *(uuid[:12] for uuid in demand.uuids)]),
+        Selection.COUNT: count_gpus(demand.count),
+        Selection.LISTED: f"GPU{'s' if len(names) > 1 else ''} {', '.join(names)}",
         Selection.ALL: "a whole node",
         Selection.AUTO: "every free GPU",
     }[demand.selection]

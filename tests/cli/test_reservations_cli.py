@@ -43,3 +43,11 @@ def test_what_is_reserved_goes_to_no_one_else_and_is_told(client: Client, gpulea
     assert "gpulease reservations list" in gone.stderr
     kinds = [one.kind for one in client.events() if one.kind.startswith("reservation.")]
     assert kinds == ["reservation.created", "reservation.cancelled"]
+
+
+def test_without_a_node_the_options_that_name_gpus_are_named(gpulease: Program) -> None:
+    window = ("--from", "1h", "--to", "2h", "--user", "zoe-lab")
+    for which in ((), ("--gpus", "2"), ("--node", "a"), ("--gpu", "GPU-1", "--gpus", "2")):
+        refused = gpulease("reservations", "add", *which, *window)
+        assert refused.returncode == 2
+        assert "Give --node NAME and --gpus N, or --gpu UUID" in refused.stderr

@@ -11,10 +11,12 @@ import pytest
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import NeverFits, NotNow
 from gpulease_protocol.explanation import Explanation, Obstacle
-from gpulease_protocol.model import ComputeMode, GpuReading, Lease, NodeMode, Selection
+from gpulease_protocol.model import ComputeMode, Demand, GpuReading, Lease, NodeMode, Selection
 from gpulease_protocol.node_protocol import JobReport, RunState
+from gpulease_protocol.status_table import describe_demand as in_a_table
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.wording import describe_demand
 from tests.core.build import GIB, World, gpu, uuid
 
 HOUR_S = 3600.0
@@ -245,3 +247,9 @@ def test_a_job_that_an_older_release_let_last_forever_is_no_error() -> None:
     world.jobs["a"] = [JobReport(job_id=job_id, attempt=1, state=RunState.RUNNING, started_at=world.now.at)]
     world.report()
     assert "UTC at the latest" in refused(world).sentence
+
+
+@pytest.mark.parametrize(("indices", "said"), [((7,), "GPU 7"), ((1, 3), "GPUs 1, 3")])
+def test_one_named_gpu_is_not_told_as_several(indices: tuple[int, ...], said: str) -> None:
+    demand = Demand(selection=Selection.LISTED, indices=indices)
+    assert describe_demand(demand) == in_a_table(demand) == said

@@ -12,6 +12,7 @@ from gpulease_cli.help_format import command
 from gpulease_cli.option_types import END_OF_PERIOD, MOMENT_AHEAD, Field, Number
 from gpulease_cli.options import JSON, checked
 from gpulease_cli.parameters import argument, option
+from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.obstacle_groups import gpu_ranges
 from gpulease_protocol.reservations import Reservation, ReservationRequest
 from gpulease_protocol.status_table import align_columns, printable
@@ -68,6 +69,9 @@ def add(
     Others get these GPUs only for leases that end before the window. It is refused if another reservation, or a lease
     that may last into the window, is in the way.
     """
+    if (node is not None, count is not None, bool(uuids)) not in ((True, True, False), (False, False, True)):
+        remedy = "Give --node NAME and --gpus N, or --gpu UUID, repeated."
+        raise InvalidRequest("It is not said which GPUs.", remedy=remedy)
     request = checked(
         lambda: ReservationRequest(
             node=node,

@@ -32,7 +32,8 @@ def describe_demand(demand: Demand) -> str:
     if demand.selection is Selection.ALL:
         what = "a whole node"
     elif demand.selection is Selection.LISTED:
-        what = "GPU " + some_of([*map(str, demand.indices), *demand.uuids])
+        names = [*map(str, demand.indices), *demand.uuids]
+        what = f"GPU{'s' if len(names) > 1 else ''} {some_of(names)}"
     else:
         what = f"{'at least ' if demand.selection is Selection.AUTO else ''}{count_gpus(demand.count)}"
         what += f" on each of {node_range(demand)} nodes" if demand.nodes > 1 else ""

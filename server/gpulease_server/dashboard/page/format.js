@@ -62,7 +62,7 @@ export function askedFor(demand, nameOf = short) {
   const listed = [...demand.indices.map(String), ...demand.uuids.map((uuid) => nameOf(uuid))];
   let what = {
     count: `${demand.count} GPU${demand.count === 1 ? "" : "s"}`,
-    listed: `GPUs ${listed.join(", ")}`,
+    listed: `GPU${listed.length === 1 ? "" : "s"} ${listed.join(", ")}`,
     all: "a whole node",
     auto: "every free GPU",
   }[demand.selection];
