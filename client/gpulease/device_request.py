@@ -219,7 +219,12 @@ def _check_count(num_devices: int, visible: VisibleDevices) -> None:
     if not gpus:
         raise _none_visible(num_devices)
     if num_devices > len(gpus):
-        raise NeverFits(f"You requested to find {num_devices} devices but this machine only has {len(gpus)} GPUs.")
+        error = NeverFits(f"You requested to find {num_devices} devices but this machine only has {len(gpus)} GPUs.")
+        if lease_id := os.environ.get(LEASE_VARIABLE):
+            error.add_note(f"This process runs under {lease_id}, and sees no GPUs but those of that lease.")
+        elif mask := os.environ.get(MASK):
+            error.add_note(f"{MASK} is {mask!r}, so this process sees no other GPUs.")
+        raise error
     if num_devices < -1:  # Lightning tries all GPUs, and finds another number
         busy = visible.ordinals(gpu.uuid for gpu in gpus if gpu.state != GpuState.FREE)
         usable = len(gpus) - len(busy)

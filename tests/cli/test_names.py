@@ -247,3 +247,13 @@ def test_a_gpu_and_a_node_are_shown_and_usage_is_summed(client: Client, gpulease
         assert "shown" in used
     assert getpass.getuser() in gpulease("usage", "--user", getpass.getuser()).stdout
     assert gpulease("show", "no-such-thing").returncode == 1
+
+
+def test_a_gpu_of_a_job_is_shown_with_the_job_and_its_time_limit(client: Client, gpulease: Program) -> None:
+    job = submit(client, "sleep", "60", name="limited", timeout_s=1800.0)
+    running = client.wait_job(job.id, 60, until=lambda one: one.state is JobState.RUNNING)
+    shown = gpulease("show", running.gpus[0].uuid).stdout
+    client.cancel_job(job.id, 0.0)
+    assert "job limited" in shown
+    assert "until" in shown
+    assert "in at most 29m " in shown

@@ -173,6 +173,12 @@ def test_a_program_under_a_lease_never_finds_more_than_that(client: Client, gpul
     program = "import gpulease; gpulease.find_usable_cuda_devices(3)"
     result = gpulease("run", "-n", "2", "--wait", "60s", "--", sys.executable, "-c", program)
     assert "You requested to find 3 devices but this machine only has 2 GPUs." in result.stderr
+    assert "This process runs under lease-" in result.stderr
+    assert ", and sees no GPUs but those of that lease." in result.stderr
+    masked = gpulease(
+        "run", "-n", "2", "--wait", "60s", "--", "env", "-u", "GPULEASE_LEASE_ID", sys.executable, "-c", program
+    )
+    assert "so this process sees no other GPUs." in masked.stderr
 
 
 def test_the_mask_can_be_narrowed_to_what_was_reserved(client: Client, python: Program) -> None:

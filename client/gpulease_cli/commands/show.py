@@ -24,6 +24,7 @@ from gpulease_protocol.status_table import (
     format_duration,
     format_indices,
     gibibytes,
+    job_label,
     printable,
 )
 
@@ -52,7 +53,8 @@ def show(word: str, json: bool) -> None:
             noun, facts = node, _node_facts(node)
         elif gpu is not None:
             lease = client.lease_by_id(gpu.lease_id) if gpu.lease_id else None
-            noun, facts = gpu, _gpu_facts(gpu, lease, now)
+            job = client.job(lease.job_id) if lease is not None and lease.job_id else None
+            noun, facts = gpu, _gpu_facts(gpu, lease, job, now)
         else:
             noun, facts = _record(client, word, now)
     if json:
@@ -172,16 +174,16 @@ def _lease_facts(client: Client, lease: Lease, now: datetime) -> Facts:
         yield "problem", problem
 
 
-def _gpu_facts(gpu: Gpu, lease: Lease | None, now: datetime) -> Facts:
+def _gpu_facts(gpu: Gpu, lease: Lease | None, job: Job | None, now: datetime) -> Facts:
     leased = gpu.state is GpuState.LEASED
     yield "GPU", f"{gpu.node}:{gpu.index}"
     yield "UUID", gpu.uuid
     yield "model", gpu.name
     yield "state", describe_state(gpu, now)
     yield "why", None if leased else gpu.reason
-    yield "holder", gpu.holder and describe_holder(gpu.holder)
+    yield "holder", gpu.holder and describe_holder(gpu.holder, job_label(job))
     yield "lease", gpu.lease_id
-    yield "until", describe_end(lease, None, now) if leased else None
+    yield "until", describe_end(lease, job, now) if leased else None
     yield "cordoned", "yes" if gpu.cordoned else None
     yield "memory", f"{gibibytes(gpu.memory_used_bytes)} of {gibibytes(gpu.memory_total_bytes)} GiB used"
     yield "utilization", None if gpu.utilization_ratio is None else f"{gpu.utilization_ratio:.0%}"
