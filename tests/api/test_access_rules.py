@@ -182,7 +182,7 @@ def test_the_right_token_does_not_help_another_user(here: Installation) -> None:
         answer = here.ask("other", "POST", f"{path}/{verb}", proof)
         assert answer.problem() == (403, "not_allowed")
         owner = here.lease["holder"]["user"]
-        assert answer.json["detail"].startswith(f"{here.lease['id']} is {owner}'s; you are ")
+        assert answer.json["detail"].startswith(f"{here.lease['id']} belongs to {owner}; you are ")
         assert answer.json["remedy"] == f"Ask {owner}, or an administrator."
     assert here.ask("owner", "POST", f"{path}/renew", proof).status == 200
     why = {"reason": "slow copy", "for_s": 60}

@@ -300,7 +300,7 @@ def test_another_user_sees_all_but_the_log(browser: Browser, tmp_path: Path) -> 
             page.get_by_role("button", name="Sign in").click()
             expect(page.get_by_role("heading", name="Log")).to_be_visible()
             expect(page.get_by_role("heading", name="Metrics")).to_be_visible()
-            expect(page.locator(".log .problem")).to_contain_text("is root's; you are bram. Ask root")
+            expect(page.locator(".log .problem")).to_contain_text("belongs to root; you are bram. Ask root")
             expect(page.get_by_role("button", name="Cancel…")).to_have_count(0)
         mine = {"Authorization": f"Bearer {bearers['root']}"}
         call(closed.socket, "POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0}, **mine)

@@ -350,6 +350,18 @@ def test_a_wall_shows_64_gpus_without_a_scrollbar(browser: Browser, tmp_path: Pa
         watched.was_good()
 
 
+def test_a_wall_of_eight_gpus_shows_a_whole_name(browser: Browser, tmp_path: Path) -> None:
+    """N9: a tile that is high is not always wide."""
+    with daemon(tmp_path, "--simulate", "8") as running, watching(browser, running) as watched:
+        holder = {"user": "katharina", "host": "h", "owner_pid": 4242, "label": "run"}
+        changed(watched.page, "**/v1/gpus", state="leased", activity="active", utilization_ratio=1.0, holder=holder)
+        page = watched.open("#/wall")
+        name = page.locator(".tile .who").first
+        expect(name).to_have_text("katharina")
+        assert name.evaluate("one => one.scrollWidth <= one.clientWidth"), "it is cut"
+        watched.was_good()
+
+
 def test_a_viewers_token_is_remembered_on_request(browser: Browser, tmp_path: Path) -> None:
     """N9: a wall is live again after its browser was started again; a token that may do more is not kept."""
     with daemon(tmp_path, "--simulate", "2", "--behind-proxy") as closed:

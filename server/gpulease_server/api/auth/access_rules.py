@@ -247,9 +247,9 @@ def _of_job(caller: Caller) -> NotAllowed:
 def _of_another(caller: Caller, noun_id: str, holder: Holder | None) -> NotAllowed:
     """The refusal of a user who is not the holder."""
     user = holder.user if holder is not None and holder.user else None
-    owned = f"{user}'s" if user else "an unknown user's"
     return NotAllowed(
-        f"{noun_id} is {owned}; you are {caller.user}.", remedy=f"Ask {user or 'its holder'}, or an administrator."
+        f"{noun_id} belongs to {user or 'an unknown user'}; you are {caller.user}.",
+        remedy=f"Ask {user or 'its holder'}, or an administrator.",
     )
 
 
