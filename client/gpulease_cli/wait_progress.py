@@ -89,7 +89,8 @@ class QueueProgress:
 
     def wipe(self) -> None:
         """Remove the line from the terminal until it is drawn again."""
-        if self._progress is not None:
+        # Not once it is closed: then there is no line, and a forked child may never get the lock.
+        if self._progress is not None and not self._closed.is_set():
             self._progress.wipe()
 
     def _watch(self, progress: _Progress, lease_id: str) -> None:
@@ -106,9 +107,12 @@ class _WarningsBelow(logging.Handler):
         self._queue_progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._queue_progress.wipe()
-        sys.stderr.write(f"{self.format(record)}\n")
-        sys.stderr.flush()
+        try:
+            self._queue_progress.wipe()
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:  # as every handler: who logs a warning does not fail because stderr is gone
+            self.handleError(record)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import queue
 from datetime import UTC, datetime, timedelta
@@ -77,3 +78,17 @@ def test_a_warning_of_the_library_is_a_line_of_its_own(
     shown = capsys.readouterr().err
     assert "in the queue: asked for 2 GPUs\x1b[K\r\x1b[KRequest lease-1 is not withdrawn yet.\n" in shown
     assert not any(isinstance(one, wait_progress._WarningsBelow) for one in logging.getLogger("gpulease").handlers)
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_warning_ends_nothing_where_stderr_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    client: Any = Answers()
+    with wait_progress.QueueProgress(client):
+        monkeypatch.setattr("sys.stderr", Gone())
+        logging.getLogger("gpulease").warning("Lease %s ends soon.", "lease-1")
