@@ -70,6 +70,22 @@ def kept(tmp_path: Path) -> list[str]:
     return [gpu["mode"] for gpu in json.loads((tmp_path / FILE).read_text())["gpus"]]
 
 
+def test_a_record_that_cannot_be_read_at_first_is_not_replaced_and_is_restored_later(tmp_path: Path) -> None:
+    driver = Driver()
+    turn(worker(tmp_path, driver), driver, lease())
+    assert driver.mode is EXCLUSIVE
+    content = (tmp_path / FILE).read_text()
+    (tmp_path / FILE).write_text(content[:20])
+    modes = worker(tmp_path, driver)
+    driver.mode = DEFAULT
+    turn(modes, driver, lease("next"))
+    assert (driver.mode, (tmp_path / FILE).read_text()) == (DEFAULT, content[:20]), "nothing is changed meanwhile"
+    (tmp_path / FILE).write_text(content)
+    driver.mode = EXCLUSIVE
+    turn(modes, driver)
+    assert (driver.mode, kept(tmp_path)) == (DEFAULT, [])
+
+
 def test_a_lease_makes_its_gpu_exclusive_until_the_gpu_is_clean(tmp_path: Path) -> None:
     driver = Driver()
     modes = worker(tmp_path, driver)

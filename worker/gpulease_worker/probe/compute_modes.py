@@ -65,6 +65,8 @@ class ComputeModes:
         self._manage = manage
         self._change = change
         self._former: dict[str, SavedMode] = {}
+        self._is_recovered = False
+        """True once the record is read. Until then no mode is changed: the next record would replace it unread."""
         self._done: set[str] = set()
         """GPUs whose mode this worker has set or has found set: it is not set twice for the same lease."""
         self._seen_changed: set[str] = set()
@@ -74,17 +76,23 @@ class ComputeModes:
         self._warned: set[str] = set()
 
     def recover(self) -> None:
-        """Load what an earlier worker has changed."""
+        """Load what an earlier worker has changed. While that cannot be read, this is tried again at each reading."""
         try:
             kept = job_records.read(self._directory, FILE, SavedModes)
         except ValueError as error:
-            self._warn_once(f"cannot restore compute modes that an earlier worker has set: {error}")
+            self._warn_once(
+                "compute modes are neither set nor restored until what an earlier worker has set can be read, or its"
+                f" record is removed: {error}"
+            )
             return
+        self._is_recovered = True
         self._former = {former.uuid: former for former in kept.gpus} if kept is not None else {}
 
     async def reconcile(self, leases: Sequence[CachedLease], gpus: Sequence[GpuReading]) -> None:
         """Adjust the modes to the leases that have GPUs here. `gpus`: a reading that is not older than the leases."""
-        if not self._manage and not self._former:
+        if not self._is_recovered:
+            self.recover()
+        if not self._is_recovered or not (self._manage or self._former):
             return
         lease_by_gpu = {uuid: lease for lease in leases for uuid in lease.gpus}
         for gpu in gpus:
