@@ -431,6 +431,28 @@ def test_without_a_thread_left_jobs_are_started_one_by_one_and_others_are_stoppe
     play(tmp_path, story)
 
 
+def test_errors_of_a_job_that_come_again_with_each_answer_are_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = noting(tmp_path / "starts")
+
+    def full(*words: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def story(worker: Worker) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor_watch.SupervisorStarter, "start", full)
+            for _ in range(5):
+                worker.jobs.reconcile([job])
+            worker.jobs.reconcile([stopped(job)])
+        assert [report.state for report in worker.jobs.reports()] == [RunState.EXITED]
+
+    play(tmp_path, story)
+    assert starts(tmp_path / "starts") == 0
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert errors == ["job j: The worker cannot run it: [Errno 24] Too many open files."]
+
+
 def test_what_a_dead_supervisor_left_is_ended_although_there_is_no_thread_for_that_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,9 @@ from gpulease_worker.jobs.failure_cause import reportable
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.processes import lease_claims
 
+LOGGED_ERRORS = 4
+"""How many errors of a job are remembered, so that they are not logged again and again."""
+
 log = logging.getLogger(__name__)
 
 
@@ -50,8 +53,8 @@ class LocalJob:
     """True once it is on disk that all nodes of the job are prepared."""
     unreadable_since_s: float | None = None
     """Since when its records are unreadable, by the monotonic clock; None while they are readable."""
-    last_error: str = ""
-    """The error that was logged last: none is logged twice in a row."""
+    logged_errors: tuple[str, ...] = ()
+    """The errors that were logged last, `LOGGED_ERRORS` at most: none of them is logged again."""
 
     @property
     def name(self) -> str:
@@ -97,9 +100,9 @@ class LocalJob:
             self.lock = None
 
     def log_error(self, error: str) -> None:
-        """Log an error, once until there is another."""
-        if error != self.last_error:
-            self.last_error = error
+        """Log an error, once until there are others: several may come again with each answer of the daemon."""
+        if error not in self.logged_errors:
+            self.logged_errors = (*self.logged_errors, error)[-LOGGED_ERRORS:]
             log.error("job %s: %s", self.name, error)
 
     def report(self) -> JobReport:

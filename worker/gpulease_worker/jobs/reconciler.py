@@ -384,9 +384,10 @@ class JobReconciler:
                 log.warning("%s cannot be removed and stays: %s", directory, error)
 
     def _refuse(self, order: JobOrder, reason: str, *, node_left: bool = False) -> None:
+        if (job := self._jobs.get(_attempt(order))) is not None:
+            job.log_error(reason)  # it has its own report, and the order is repeated
+            return
         log.log(logging.INFO if node_left else logging.ERROR, "job %s: %s", order.job_id, reason)
-        if _attempt(order) in self._jobs:
-            return  # it has its own report, and the order is repeated
         self._refused[_attempt(order)] = JobReport(
             job_id=order.job_id,
             attempt=order.attempt,
