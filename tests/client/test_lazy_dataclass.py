@@ -43,6 +43,7 @@ def results(make: Callable[..., Any], options: dict[str, Any]) -> list[object]:
     namespace = {name: value for name, value in vars(Plain).items() if name not in ("__dict__", "__weakref__")}
     kind = make(**options)(type("Plain", (), {**namespace, "__qualname__": "Plain"}))
     below = make(**options)(type("Below", (kind,), {"__annotations__": {"more": "int"}, "more": 1}))
+    other_kind = type("Other", (kind,), {})
     one, other, third = kind(name="a"), kind(name="a", note="n"), kind(name="b", sizes=[1])
 
     def change() -> None:
@@ -68,6 +69,9 @@ def results(make: Callable[..., Any], options: dict[str, Any]) -> list[object]:
         delete,
         lambda: below(name="a").__setattr__("more", 2),
         lambda: (one.name, third.name),
+        lambda: (type(one) is kind, sorted(kind.__init__.__annotations__), kind.__init__.__qualname__),
+        lambda: (other_kind(name="a").sizes, type(other_kind(name="a")) is other_kind),
+        lambda: other_kind(name="a").__setattr__("name", "b"),
     ]
     found: list[object] = []
     for ask in asked:

@@ -2,8 +2,8 @@
 
 The standard function passes each field through `__init__` by name: 6 us for a lease of 26 fields, and a grant makes six
 copies. This one writes a function for each class, as `dataclasses` itself writes `__init__`. The classes are frozen, so
-it fills an instance of a class that has the same slots and is not frozen, and changes its class at the end. mypy checks
-its calls as those of the standard function.
+it fills an instance of the `thawed` class, and changes its class at the end. mypy checks its calls as those of the
+standard function.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+
+from gpulease_protocol.lazy_dataclass import thawed
 
 if TYPE_CHECKING:
     from dataclasses import replace as replace  # noqa: PLC0414 - mypy wants it so
@@ -39,20 +41,18 @@ else:
 
 @cache
 def _copier(kind: type) -> Callable[[Any], Any] | None:
-    """What copies instances of a class, into those of one that may be changed and has the same slots; None for a class
-    that is to be made by its `__init__`."""
+    """What copies instances of a class, into those of its `thawed` class; None for a class that is to be made by its
+    `__init__`."""
     fields = dataclasses.fields(kind)
     if not hasattr(kind, "__slots__") or hasattr(kind, "__post_init__") or not all(one.init for one in fields):
         return None
-    # `frozen` of a base refuses changes, too.
-    thawed = {"__slots__": kind.__slots__, "__setattr__": object.__setattr__, "__delattr__": object.__delattr__}
     lines = [
         "def copy(_instance):",
         "    _copied = _new()",
         *(f"    _copied.{field.name} = _instance.{field.name}" for field in fields),
         "    return _copied",
     ]
-    names: dict[str, Any] = {"_new": partial(object.__new__, type(f"thawed {kind.__name__}", kind.__bases__, thawed))}
+    names: dict[str, Any] = {"_new": partial(object.__new__, thawed(kind))}
     exec("\n".join(lines), names)  # noqa: S102 - of names of fields alone
     copy: Callable[[Any], Any] = names["copy"]
     return copy
