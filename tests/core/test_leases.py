@@ -371,6 +371,21 @@ def test_a_queued_lease_lives_while_someone_waits_for_it() -> None:
     assert world.now_of(waiting).end_reason is EndReason.HOLDER_DIED
 
 
+def test_renewing_a_request_that_waits_changes_nothing_but_its_sign_of_life() -> None:
+    world = World().node(gpus=1)
+    world.lease(count=1)
+    waiting = world.lease(count=1)
+    before, places = world.ledger.leases[waiting.id], list(world.ledger.queue)
+    world.at_s += 1.0
+    world.renew(waiting)
+    after = world.ledger.leases[waiting.id]
+    assert after.renewed_at == world.now.at
+    assert after.is_renewal_of(before)
+    assert not replace(after, place=7).is_renewal_of(before), "it has another place in the queue"
+    assert world.ledger.queue == places
+    world.check_indexes()
+
+
 def test_time_in_which_the_daemon_heard_no_one_is_given_back() -> None:
     world = World().node(gpus=1)
     lease = world.lease(ttl_s=10)

@@ -97,13 +97,11 @@ class LeaseRecord:
         return self.number if self.place is None else self.place
 
     def is_renewal_of(self, before: LeaseRecord) -> bool:
-        """True where only the last sign of life of an active lease has changed, as in most changes of a busy ledger."""
-        same = (
-            self.lease is before.lease
-            and self.watched_owner is before.watched_owner
-            and (self.number, self.port, self.cause) == (before.number, before.port, before.cause)
-        )
-        return same and self.lease.state is LeaseState.ACTIVE and self.renewed_at is not None
+        """True where only the last sign of life of a lease that has not ended has changed, as most often."""
+        same = self.lease is before.lease and self.watched_owner is before.watched_owner
+        known = before.number, before.place, before.port, before.cause
+        same = same and (self.number, self.place, self.port, self.cause) == known
+        return same and self.lease.state is not LeaseState.ENDED and self.renewed_at is not None
 
     def is_end_of(self, before: LeaseRecord) -> bool:
         """True where an active lease has ended, and nothing else of it has changed."""
