@@ -53,6 +53,8 @@ def _umask() -> int:
 
 
 def _resource_limits() -> dict[str, list[int]]:
-    """This process's resource limits, soft and hard."""
+    """This process's resource limits, soft and hard; -1 for none."""
     known = {name: getattr(resource, f"RLIMIT_{name.upper()}", None) for name in RESOURCE_LIMITS}
-    return {name: list(resource.getrlimit(number)) for name, number in known.items() if number is not None}
+    found = {name: resource.getrlimit(number) for name, number in known.items() if number is not None}
+    # Python 3.15 says 2**64 - 1 for "unlimited".
+    return {name: [-1 if one == resource.RLIM_INFINITY else one for one in limits] for name, limits in found.items()}

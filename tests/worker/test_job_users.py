@@ -129,9 +129,9 @@ def test_a_worker_that_is_not_root_says_whose_job_it_does_not_run(public: Path) 
 
 def test_a_limit_over_the_workers_own_is_capped() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    assert resource_limits.lower(-1, hard) == hard
+    assert resource_limits.lower(resource.RLIM_INFINITY, hard) == hard
     assert resource_limits.lower(hard + 5, hard) == hard
-    assert resource_limits.lower(7, -1) == 7
+    assert resource_limits.lower(7, resource.RLIM_INFINITY) == 7
 
 
 def test_a_job_of_the_workers_own_user_needs_no_root(tmp_path: Path) -> None:

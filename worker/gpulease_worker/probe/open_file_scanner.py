@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import field
+from itertools import takewhile
 
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.process_id import ProcessId, Stat, program_stat
@@ -246,8 +247,10 @@ def _mapped(process: str, wanted: set[str], found: set[str]) -> None:
 
 
 def _beginning(wanted: set[str]) -> str:
-    """What all of these paths begin with."""
-    return os.path.commonprefix(list(wanted))  # noqa: RUF071 - letters, not directories
+    """What all of these paths begin with, by letters."""
+    first, last = min(wanted, default=""), max(wanted, default="")
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return "".join(one for one, _ in alike)
 
 
 def _named_in(content: bytes, wanted: set[str]) -> list[str]:
