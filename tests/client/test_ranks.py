@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -299,3 +300,17 @@ def test_a_process_descends_only_from_its_ancestors(tmp_path: Path) -> None:
     assert not ranks.descends_from(ProcessId(parent.pid, 1), proc)
     assert not ranks.descends_from(ProcessId.this_process(), proc)
     assert not ranks.descends_from(ProcessId(2, 2), proc)
+
+
+def test_a_process_is_not_taken_for_dead_where_no_more_files_can_be_opened() -> None:
+    launcher = ProcessId.of(LAUNCHER)
+    assert launcher is not None
+    with subprocess.Popen(["true"]) as process:
+        gone = ProcessId(process.pid, 1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        alive = launcher.alive(), gone.alive(), ranks.ENDED_PROCESS.alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert alive == (True, False, False), "a training that runs out of files keeps its lease"

@@ -6,6 +6,7 @@ supervisor, a process that is to be signalled. Signals go through a pidfd that w
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from contextlib import suppress
@@ -19,6 +20,8 @@ PF_KTHREAD = 0x00200000
 """Flag of a process: it is a thread of the kernel (`sched.h`)."""
 STAT_BYTES = 4096
 """More than /proc/PID/stat ever has."""
+CANNOT_LOOK = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors that say nothing of a process, but that the caller may open no more files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,18 @@ class ProcessId:
         return cls.of(os.getpid()) or cls(os.getpid(), 0)
 
     def alive(self) -> bool:
-        """True while it runs; false once it is gone, a zombie, or its pid has been reused."""
-        return ProcessId.of(self.pid) == self
+        """True while it runs; false once it is gone, a zombie, or its pid has been reused.
+
+        While the caller may open no more files, a process with this pid counts as this one: what lives is never taken
+        for dead.
+        """
+        status = stat(self.pid)
+        if status is None:
+            try:
+                status = Stat.parse(_stat_content(self.pid, "/proc").decode(errors="replace"))
+            except OSError as error:
+                return error.errno in CANNOT_LOOK and self.start_ticks > 0 and _exists(self.pid)
+        return not status.dead and status.start_ticks == self.start_ticks
 
     def pidfd(self) -> int | None:
         """A pidfd of exactly this process, for the caller to close; None if it is gone."""
@@ -167,12 +180,24 @@ def started_since(pid: int, start_ticks: int) -> bool:
 
 def _read_stat(pid: int, proc: Path | str) -> bytes | None:
     try:
-        descriptor = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        return _stat_content(pid, proc)
     except OSError:
         return None
+
+
+def _stat_content(pid: int, proc: Path | str) -> bytes:
+    descriptor = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, STAT_BYTES)
-    except OSError:
-        return None
     finally:
         os.close(descriptor)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
