@@ -6,6 +6,7 @@ command's own.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -17,6 +18,8 @@ from gpulease_cli.program import PROGRAM
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.host import garbage
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of writing the output to a file."""
 COMPLETION = "_GPULEASE_COMPLETE"
 """Set by the completion script of a shell; see `gpulease_cli.completion`."""
 
@@ -25,6 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code. Prints errors in three lines, never a traceback."""
     if arguments is None:
         garbage.starting()
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        from gpulease_cli import standard_streams  # noqa: PLC0415 - where one is closed
+
+        standard_streams.open_closed()
     words = _as_options(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
     if code and "--json" not in words and _command(words) == "acquire":
@@ -53,11 +60,24 @@ def _run(words: list[str]) -> int:
         return failures.report(error)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader (`| head`) has gone. Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (`| head`) has gone
+        _discard_output()
         return 128 + 13
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        from gpulease_cli import output  # noqa: PLC0415 - after a failure only
+
+        _discard_output()
+        why = error.strerror or str(error)
+        output.print_error("the output was not written", why, "Free space there, or write it elsewhere.")
+        return output.REFUSED
     return code if isinstance(code, int) else 0
+
+
+def _discard_output() -> None:
+    # Python would complain once more when it flushes stdout at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _as_options(words: list[str]) -> list[str]:

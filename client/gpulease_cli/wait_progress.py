@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from types import FrameType
 
 import click
 
@@ -113,6 +114,30 @@ class _WarningsBelow(logging.Handler):
             sys.stderr.flush()
         except Exception:  # as every handler: who logs a warning does not fail because stderr is gone
             self.handleError(record)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """While the block runs, SIGTERM and SIGHUP end it as Ctrl-C does, so that its request does not outlive it."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    taken = [number for number, action in before.items() if action is signal.SIG_DFL]  # under nohup one is ignored
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    except (KeyboardInterrupt, click.exceptions.Exit):
+        if received:
+            raise click.exceptions.Exit(128 + received[0]) from None
+        raise
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def acquire(
     if gpus is not None and devices is not None:
         raise InvalidRequest("Give -n or --devices, not both.")
     caller = calling_shell()
-    with Client() as client, wait_progress.QueueProgress(client) as progress:
+    with wait_progress.ended_by_signals(), Client() as client, wait_progress.QueueProgress(client) as progress:
         if not new:
             _check_unbound(client)
         owner = caller.process.owner_fields(local=client.destination.local) if caller and not detach else {}
@@ -139,15 +139,26 @@ def acquire(
             lambda: LeaseRequest(**asked, **agent_fields(), **owner, watch_owner=bool(owner), queue=wait > 0)
         )
         lease = client.request_lease(request, wait, progress.start)
+        try:
+            progress.close()
+            _print_acquired(lease, caller, json)
+        except BaseException:  # no one would know of it
+            client.release(lease.id, lease.fencing_token)
+            raise
+
+
+def _print_acquired(lease: Lease, caller: CallingShell | None, json: bool) -> None:
+    """What the shell evaluates, or the lease as JSON. Raises OSError unless all of it was written."""
     if json:
         output.print_json(lease)
-        return
-    _say(_describe(lease, caller))
-    if sys.stdout.isatty():
-        _say('to bind this shell to them, enter the lines below; or next time: eval "$(gpulease acquire ...)"')
-    fish = caller is not None and caller.is_fish
-    for name, value in lease_variables(lease.env, os.environ).items():
-        click.echo(f"set -gx {name} {shlex.quote(value)};" if fish else f"export {name}={shlex.quote(value)}")
+    else:
+        _say(_describe(lease, caller))
+        if sys.stdout.isatty():
+            _say('to bind this shell to them, enter the lines below; or next time: eval "$(gpulease acquire ...)"')
+        fish = caller is not None and caller.is_fish
+        for name, value in lease_variables(lease.env, os.environ).items():
+            click.echo(f"set -gx {name} {shlex.quote(value)};" if fish else f"export {name}={shlex.quote(value)}")
+    sys.stdout.flush()
 
 
 def _check_unbound(client: Client) -> None:

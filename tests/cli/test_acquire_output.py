@@ -1,0 +1,80 @@
+"""`acquire` that is ended, or whose output no one gets, holds nothing; programs whose standard streams are closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpulease import Client, LeaseState
+from tests.cli.programs import environ, wait_until
+
+GPULEASE = [sys.executable, "-m", "gpulease_cli"]
+
+
+def held(client: Client) -> int:
+    """How many leases are active or waited for."""
+    return len(client.leases(LeaseState.ACTIVE)) + len(client.leases(LeaseState.QUEUED))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_is_withdrawn_when_acquire_is_ended_though_its_shell_goes_on(
+    client: Client, url: str, number: signal.Signals
+) -> None:
+    with client.lease(4, wait_s=60):
+        command = ["env", f"--default-signal={number.name[3:]}", *GPULEASE, "acquire", "--wait", "1h"]
+        with subprocess.Popen(command, env=environ(GPULEASE_URL=url), stderr=subprocess.PIPE, text=True) as waiting:
+            try:
+                wait_until(lambda: client.leases(LeaseState.QUEUED))
+                waiting.send_signal(number)
+                assert waiting.wait(60) == 128 + number
+            finally:
+                waiting.kill()
+        assert not client.leases(LeaseState.QUEUED), "the owner is the shell, this process, which lives"
+
+
+@pytest.mark.parametrize(("place", "code"), [("/dev/full", 1), ("a closed pipe", 141)])
+@pytest.mark.parametrize("words", [("--json",), ()])
+def test_a_lease_that_could_not_be_printed_is_given_back(
+    client: Client, url: str, place: str, code: int, words: tuple[str, ...]
+) -> None:
+    reader, output = os.pipe()
+    os.close(reader)
+    if place == "/dev/full":
+        os.dup2(os.open(place, os.O_WRONLY), output)
+    result = subprocess.run(
+        [*GPULEASE, "acquire", "--detach", "--wait", "1m", *words],
+        env=environ(GPULEASE_URL=url),
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(output)
+    assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
+    assert ("why: No space left on device" in result.stderr) is (place == "/dev/full")
+    assert held(client) == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_runs_though_standard_streams_are_closed(
+    client: Client, url: str, tmp_path: Path, closed: str
+) -> None:
+    shown = tmp_path / "shown"
+    looks = f"readlink /proc/$$/fd/0 /proc/$$/fd/1 /proc/$$/fd/2 | tee {shown}; exit 7"
+    script = f'exec "$@" {closed}'
+    result = subprocess.run(
+        ["sh", "-c", script, "sh", *GPULEASE, "run", "--wait", "1m", "--", "sh", "-c", looks],
+        env=environ(GPULEASE_URL=url),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 7, result.stderr
+    assert shown.read_text().count("/dev/null") >= closed.count("-"), "no pipe or file of gpulease took their place"
