@@ -198,6 +198,27 @@ def test_a_forked_child_opens_its_own_connections(daemon: FakeDaemon, client: Cl
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.parametrize("reused", [True, False])
+def test_a_process_that_closes_all_descriptors_and_opens_files_keeps_these(
+    daemon: FakeDaemon, client: Client, tmp_path: Path, reused: bool
+) -> None:
+    client.gpus()
+    ((idle, _),) = next(iter(client._transport._connections.values()))._idle
+    number = idle.fileno()
+    checkpoint = os.open(tmp_path / "checkpoint", os.O_RDWR | os.O_CREAT)
+    if reused:
+        os.dup2(checkpoint, number)
+    else:
+        os.close(number)
+    assert client.gpus() == ()
+    client.close()
+    if reused:
+        assert os.write(number, b"weights") == 7, "no client closes what is not its own"
+        os.close(number)
+        assert (tmp_path / "checkpoint").read_bytes() == b"weights"
+    os.close(checkpoint)
+
+
 @pytest.mark.parametrize(
     "url", ["ftp://host", "127.0.0.1", "http://", "unix://relative", "unix:", "http://h:port", "http://h?x=1"]
 )

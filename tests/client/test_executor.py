@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gpulease import AsyncClient, Client, GPUExecutor, InvalidRequest, NeverFits, NotNow
-from gpulease.executor.executor import ProcessDied
+from gpulease.executor.executor import ProcessDied, _abort_all
 from tests.client import executor_tasks
 from tests.daemon import DaemonProcess, daemon, events, eventually
 
@@ -221,6 +221,31 @@ def test_shutdown_with_cancel_futures_lets_running_tasks_finish(client: Client, 
         futures[1].result(0)
     with pytest.raises(RuntimeError, match="after shutdown"):
         executor.submit(executor_tasks.add, 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_ends_at_once_and_starts_no_task_of_its_parents(client: Client, tmp_path: Path) -> None:
+    begun, continues = tmp_path / "begun", tmp_path / "continues"
+    with GPUExecutor(client=client) as executor:
+        future = executor.submit(executor_tasks.begin_and_wait_for, str(begun), str(continues))
+        eventually(begun.exists, 60)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with pytest.raises(RuntimeError, match="make another one after the fork"):
+                    executor.submit(executor_tasks.add, 1, 1)
+                executor.shutdown()
+                _abort_all()  # as at the end of a process
+                code = 0
+            finally:
+                os._exit(code)
+        ended: list[int] = []
+        eventually(lambda: ended.extend(os.waitpid(child, os.WNOHANG)) or any(ended), 60)
+        assert not future.done(), "the child has not waited for the tasks of its parent, and not ended them"
+        assert ended[-1] == 0
+        continues.touch()
+        assert future.result(60) == "done"
 
 
 def test_a_lost_lease_ends_the_process(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ A, B, C = "GPU-aa11", "GPU-ab22", "GPU-cc33"
         (f"{A},1", [0]),
         (f"1,{A}", [1]),
         ("MIG-1", []),
+        pytest.param(f"2,{'9' * 5000},1", [2], id="more digits than Python reads"),
+        pytest.param(f"{'0' * 5000}2,1", [2, 1], id="zeros"),
     ],
 )
 def test_a_mask_selects_what_cuda_would_show(mask: str | None, visible: list[int]) -> None:

@@ -57,6 +57,20 @@ def test_what_is_no_token_is_not_sent(tmp_path: Path, content: bytes) -> None:
         token_file.read(written(tmp_path / "token", content), "x")
 
 
+@pytest.mark.parametrize("ending", ["\u201d", "\udcff", " b", "\nX: y", "\x07"])
+def test_a_variable_that_holds_no_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    with pytest.raises(InvalidRequest) as of_argument:
+        Client("http://127.0.0.1:9", token=f"secret{ending}")
+    monkeypatch.setenv("GPULEASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("GPULEASE_TOKEN", f"secret{ending}")
+    with pytest.raises(InvalidRequest, match="GPULEASE_TOKEN: this is no token") as of_variable:
+        Client()
+    assert "secret" not in f"{of_argument.value}{of_variable.value}"
+    monkeypatch.setenv("GPULEASE_TOKEN", f"{TOKEN}\r\n")
+    with Client() as client:
+        assert bearer(client) == TOKEN, "without the line break of the file that it came from"
+
+
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
     for place, why in (

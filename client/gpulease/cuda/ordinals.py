@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -34,6 +35,9 @@ HEALTHY = {"ok", "processes_unknown", "row_remap_pending", "row_remap_failed"}
 USE_UUIDS = f"Name healthy GPUs in {MASK} by full UUID, as `nvidia-smi -L` prints them; nothing was reserved."
 USE_PCI_ORDER = f"Set {ORDER}={PCI_ORDER}, or unset it, before CUDA is used; nothing was reserved."
 
+
+MAX_DIGITS = 10
+"""No GPU has an index of as many digits."""
 
 MaskSettings: TypeAlias = "tuple[str | None, str | None]"
 
@@ -288,7 +292,7 @@ def _is_undocumented(mask: str | None, uuids: Sequence[str]) -> bool:
         return False
     entries = mask.split(",")
     if all(re.fullmatch("-1|0|[1-9][0-9]*", entry) for entry in entries):
-        valid = [entry for entry in entries if int(entry) < len(uuids)]
+        valid = [entry for entry in entries if _number(entry) < len(uuids)]
         return len(valid) != len(set(valid))
     matches = [_by_prefix(entry, uuids) for entry in entries]
     return any(len(match) != 1 for match in matches) or len({match[0] for match in matches}) != len(entries)
@@ -303,4 +307,9 @@ def _by_prefix(entry: str, uuids: Sequence[str]) -> list[int]:
 def _by_index(entry: str, count: int) -> list[int]:
     # Like strtoul, CUDA reads the leading digits of an entry: "1gpu" is 1.
     digits = re.match(r"\+?[0-9]+", entry.strip())
-    return [int(digits[0])] if digits and int(digits[0]) < count else []
+    return [_number(digits[0])] if digits and _number(digits[0]) < count else []
+
+
+def _number(digits: str) -> int:
+    """A whole number. Python reads no more than some thousand digits."""
+    return int(digits[-MAX_DIGITS:]) if len(digits.lstrip("+0")) < MAX_DIGITS else sys.maxsize

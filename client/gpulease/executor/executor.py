@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import pickle
 import weakref
 from collections.abc import Callable
@@ -235,6 +236,14 @@ def _pickling_error(name: str, error: Exception) -> NotPicklable:
     )
     failure.__cause__ = error
     return failure
+
+
+def _forget() -> None:
+    for tasks in list(_loops):
+        tasks.forked()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register

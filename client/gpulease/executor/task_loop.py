@@ -55,7 +55,7 @@ class TaskLoop:
         self._lock = threading.RLock()  # reentrant, because a finalizer may call `close` at any point
         self._waiting: deque[Task] = deque()
         self._serving: set[asyncio.Task[None]] = set()
-        self._closed = self._aborting = False
+        self._closed = self._aborting = self._forked = False
         self._total = self._done = 0
         self._thread: threading.Thread | None = None
         self._finished = threading.Event()
@@ -65,6 +65,8 @@ class TaskLoop:
     def submit(self, task: Task) -> None:
         """Accept a task. Raises RuntimeError after `close`."""
         with self._lock:
+            if self._forked:
+                raise RuntimeError("This GPUExecutor works in the parent process; make another one after the fork.")
             if self._closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
             self._waiting.append(task)
@@ -85,6 +87,14 @@ class TaskLoop:
             task.future.cancel()
             task.future.set_running_or_notify_cancel()
         self._wake(self._cancel_waiting if cancel else None)
+
+    def forked(self) -> None:
+        """In a forked child: the thread, and so every task, is the parent's alone, so nothing here waits for them."""
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        if self._thread is not None:
+            self._forked = self._closed = True
+            self._loop = self._thread = None
+            self._waiting.clear()
 
     def abort(self) -> None:
         """Accept no more tasks, withdraw requests, end running tasks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import stat
 from contextlib import suppress
 from urllib.parse import urlencode, urlsplit
 
@@ -29,14 +30,17 @@ class DirectHttp:
         self._address = address
         self._destination = destination
         self._host = urlsplit(address.origin).netloc.rpartition("@")[2]
-        self._idle: list[socket.socket] = []
+        self._idle: list[tuple[socket.socket, int]] = []
+        """Each with its inode."""
         self._closed = False
 
     def close(self) -> None:
         """Close the connections that are idle now; others are closed after their response."""
         self._closed = True
         while self._idle:
-            self._idle.pop().close()
+            connection, inode = self._idle.pop()
+            if _is_own(connection, inode):
+                connection.close()
 
     def send(self, attempt: Attempt) -> ArrivingResponse:
         """The response, as soon as its headers are there. Raises NotConnected, ResponseLost, InvalidRequest."""
@@ -65,14 +69,21 @@ class DirectHttp:
 
     def keep(self, connection: socket.socket) -> None:
         """Take back a connection whose response has been read to its end."""
-        self._idle.append(connection)
+        try:
+            inode = os.fstat(connection.fileno()).st_ino
+        except OSError:  # closed by its number, with all others of this process
+            connection.detach()
+            return
+        self._idle.append((connection, inode))
         if self._closed:  # perhaps since this call began
             self.close()
 
     def _connection(self, attempt: Attempt) -> socket.socket:
         while self._idle:
             with suppress(IndexError):  # another thread was first
-                connection = self._idle.pop()
+                connection, inode = self._idle.pop()
+                if not _is_own(connection, inode):
+                    continue
                 if _is_usable(connection):
                     connection.settimeout(attempt.timeout_s)
                     return connection
@@ -145,6 +156,19 @@ def _connected(address: Address, destination: Destination, timeout_s: float) -> 
         connection.close()
         raise
     return connection
+
+
+def _is_own(connection: socket.socket, inode: int) -> bool:
+    """False if this process has closed all its descriptors meanwhile, as daemons do. The number may be that of a file
+    now, into which a request must not be written."""
+    try:
+        seen = os.fstat(connection.fileno())
+    except OSError:
+        seen = None
+    if seen is not None and stat.S_ISSOCK(seen.st_mode) and seen.st_ino == inode:
+        return True
+    connection.detach()
+    return False
 
 
 def _is_usable(connection: socket.socket) -> bool:

@@ -93,6 +93,8 @@ class Destination:
         configured = {} if is_explicit else config_file.client()
         if bearer_token is None:
             bearer_token = token_file.from_environment() or configured.get("token")
+        elif bearer_token:
+            bearer_token = token_file.checked(bearer_token, "token")
         url = url or configured.get("url")
         found = addresses.candidates(url)
         trusted = certificates.ca_file(found)

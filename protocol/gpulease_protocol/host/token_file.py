@@ -20,9 +20,18 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     """The token in GPULEASE_TOKEN, else in the file that GPULEASE_TOKEN_FILE names; None without both. Raises
     InvalidRequest."""
     if environ.get(variables.TOKEN):
-        return environ[variables.TOKEN]
+        return checked(environ[variables.TOKEN], variables.TOKEN)
     path = environ.get(variables.TOKEN_FILE)
     return read(path, variables.TOKEN_FILE) if path else None
+
+
+def checked(token: str, source: str) -> str:
+    """The token without the white space around it. Raises InvalidRequest, which does not show it, for what is none."""
+    if not token.isascii() or len(token.split()) != 1 or not token.strip().isprintable():
+        raise InvalidRequest(
+            f"{source}: this is no token.", remedy="Set it to what `gpulease token create` prints, and no more."
+        )
+    return token.strip()
 
 
 def read(path: str, source: str) -> str:
