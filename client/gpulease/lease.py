@@ -294,6 +294,9 @@ class HeldLease:
                         endpoints.keep(self._lease), retry_s=0, timeout_s=renew_timeout_s(left_s)
                     )
                     ends_at_s = float("inf") if renewed.ends_in_s is None else sent_at + renewed.ends_in_s
+                    answered_at = time.monotonic()
+                    if answered_at > sent_at + renewed.ttl_s:  # it had arrived before, so this thread could not run
+                        self._resumed_at = answered_at
                     self._sent_at, self._lease, self._ends_at_s = sent_at, renewed, ends_at_s
                     self._report_problems(renewed.problems)
                     self._report_preemption(renewed.preempt_at)
@@ -339,7 +342,8 @@ class HeldLease:
     def _watch_loop(self) -> None:
         """Body of the watching thread, which only waits for the end of the trust window: nothing else may block it."""
         _block_signals()
-        longest_s = float("inf") if self._works_for is None else ORPHAN_CHECK_S
+        # Now and then also without need: a thread that wakes late shows that the process hardly runs.
+        longest_s = CONFIRM_S / 3 if self._works_for is None else ORPHAN_CHECK_S
         while (woke_at := self._wait(min(longest_s, self._trusted_until - time.monotonic()))) is not None:
             if self._works_for is not None and not self._works_for.alive():
                 self._give_back(self._works_for)

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from gpulease import Client
+from gpulease.lease import HeldLease
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import Liveness
 from tests.client.fake_daemon import FakeDaemon
@@ -125,6 +127,25 @@ def test_a_heartbeat_holder_that_was_stopped_has_lost_its_lease(daemon: FakeDaem
         script.send_signal(signal.SIGCONT)
         assert word(script) == "lost"
         assert daemon.count("renew") == asked
+
+
+def test_a_renewal_whose_answer_is_read_late_is_one(
+    daemon: FakeDaemon, client: Client, monkeypatch: pytest.MonkeyPatch, until
+) -> None:
+    """Each step of the thread that renews may wait for code that keeps the GIL, so that the watch runs first."""
+    daemon.liveness = Liveness.PROCESS
+    monkeypatch.setattr(HeldLease, "_watch_loop", lambda self: None)
+    send = client.send
+
+    def read_late(call: Any, **limits: Any) -> Any:
+        sent_at, answer = time.monotonic(), send(call, **limits)
+        until(lambda: time.monotonic() > sent_at + 0.6)
+        return answer
+
+    monkeypatch.setattr(client, "send", read_late)
+    with client.lease(1, ttl_s=0.5) as lease:
+        until(lambda: daemon.count("renew") >= 3 or lease.lost.is_set())
+        assert not lease.lost.is_set()
 
 
 @pytest.mark.alone

@@ -23,8 +23,8 @@ from gpulease import (
     NotFound,
     Unavailable,
 )
-from gpulease.sansio.direct_http import DirectHttp
-from gpulease.sansio.effects import Attempt
+from gpulease.sansio.direct_http import NO_WAIT_S, ArrivingResponse, DirectHttp
+from gpulease.sansio.effects import Attempt, ResponseLost
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.httpx_connection import HttpxConnection
 from gpulease_protocol import endpoints
@@ -106,6 +106,28 @@ def test_a_daemon_that_never_responds_times_out(daemon: FakeDaemon) -> None:
         with pytest.raises(DaemonUnavailable, match=r"did not answer GET /v1/gpus within 0\.2 s"):
             Client(daemon.url, timeout_s=0.2).gpus()
         assert time.monotonic() - begun < 1.5 + stalled_s()
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_what_has_arrived_in_time_is_read_late(
+    daemon: FakeDaemon, client: Client, monkeypatch: pytest.MonkeyPatch, arrived: bool
+) -> None:
+    client.gpus()
+    next_chunk, chunks = ArrivingResponse.next_chunk, [b"{", b'"items": [], "next": null}', None]
+
+    def slow(response: ArrivingResponse) -> bytes | None:
+        time.sleep(0.3)  # as another thread that keeps the GIL
+        if response._connection.gettimeout() == NO_WAIT_S and not arrived:
+            raise ResponseLost("timed out", timed_out=True)
+        return next_chunk(response) if arrived else chunks.pop(0)
+
+    monkeypatch.setattr(ArrivingResponse, "next_chunk", slow)
+    call = endpoints.gpus()
+    if arrived:
+        client.send(call, retry_s=0, timeout_s=0.2)
+    else:
+        with pytest.raises(DaemonUnavailable, match="within"):
+            client.send(call, retry_s=0, timeout_s=0.2)
 
 
 def test_a_call_during_close_in_another_thread_opens_a_new_connection(daemon, client, monkeypatch) -> None:

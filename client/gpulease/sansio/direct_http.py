@@ -21,6 +21,8 @@ from gpulease.sansio.server_check import check_server
 from gpulease_protocol.host.addresses import Address
 
 CHUNK_BYTES = 2**16
+NO_WAIT_S = 0.001
+"""Enough to take what has arrived."""
 
 
 class DirectHttp:
@@ -125,6 +127,10 @@ class ArrivingResponse:
             raise lost(error) from error
         self._read = not chunk
         return chunk or None
+
+    def wait_no_longer(self) -> None:
+        """Have `next_chunk` raise ResponseLost for what has not arrived yet."""
+        self._connection.settimeout(NO_WAIT_S)
 
     def close(self) -> None:
         """Keep the connection if the body was read to its end, else close it. A second call does nothing, because the

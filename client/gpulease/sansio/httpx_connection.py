@@ -75,6 +75,10 @@ class ArrivingResponse:
         except httpx2.RequestError as error:
             raise translate_error(error) from error
 
+    def wait_no_longer(self) -> None:
+        """Raise ResponseLost: what has arrived cannot be told from what has not."""
+        raise ResponseLost("its response did not end in time", timed_out=True)
+
     def close(self) -> None:
         """Read no more of it."""
         self._response.close()

@@ -171,7 +171,10 @@ def host_and_port(address: Address) -> tuple[str, int]:
 
 
 def _read_body(stream: ArrivingResponse, until: float) -> bytes:
-    """The body. Raises ResponseLost if it is incomplete at `until`: the limit of one read restarts with every chunk."""
+    """The body. Raises ResponseLost if it has not arrived by `until`: the limit of one read restarts with every chunk.
+
+    What has arrived is read also later: code that keeps the GIL may have held up this thread for long.
+    """
     chunks, size = [], 0
     while (chunk := stream.next_chunk()) is not None:
         chunks.append(chunk)
@@ -179,7 +182,7 @@ def _read_body(stream: ArrivingResponse, until: float) -> bytes:
         if size > MAX_RESPONSE_BYTES:
             raise ResponseLost(f"its response is larger than {MAX_RESPONSE_BYTES} bytes")
         if time.monotonic() > until:
-            raise ResponseLost("its response did not end in time", timed_out=True)
+            stream.wait_no_longer()
     return b"".join(chunks)
 
 
