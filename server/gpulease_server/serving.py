@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.host import garbage
@@ -41,6 +42,7 @@ from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.retention import Pruner
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.settings import CommandVisibility, ServeSettings, Tls
+from gpulease_server.store.database import unusable_error
 from gpulease_server.store.ledger_store import Store, Superseded
 from gpulease_server.store.retention import RetentionLimits
 
@@ -208,9 +210,12 @@ class Serving:
         self._restore()
 
     def _restore(self) -> None:
-        """Load what is stored beside the ledger."""
-        self.recorder.restore()
-        self.bearer_tokens.restore()
+        """Load what is stored beside the ledger. Raises `DatabaseUnusable`."""
+        try:
+            self.recorder.restore()
+            self.bearer_tokens.restore()
+        except SQLAlchemyError as error:
+            raise unusable_error(self.url, error) from error
 
     def _step_down(self) -> None:
         """End, because another daemon is the writer now. Thread-safe."""

@@ -148,10 +148,10 @@ def test_a_failed_commit_refuses_its_callers_and_loses_nothing(database_url: str
     run(database_url, body)
 
 
-def test_an_older_copy_is_not_taken_for_the_database_where_a_commit_has_gone_into_it(
+def test_an_older_copy_is_not_taken_for_the_database_where_a_commit_has_reached_it(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is put there between the check and a new connection: then it ends with a later event than was answered."""
+    """It is put there between the check and a new connection."""
     path = Path(sqlite_url.removeprefix("sqlite:///"))
     copy = path.with_name("copy.db")
 
@@ -167,7 +167,30 @@ def test_an_older_copy_is_not_taken_for_the_database_where_a_commit_has_gone_int
         for end in ("-wal", "-shm"):
             path.with_name(path.name + end).unlink(missing_ok=True)
         copy.replace(path)
-        with pytest.raises(Unavailable, match="replaced by another file"):
+        with pytest.raises(Unavailable, match="lacks what was written"):
+            await writer.submit(ask())
+        while "older than this daemon's answers" not in (writer.problem or ""):
+            assert writer.problem is not None, "it goes on without the lease"
+            await asyncio.sleep(0.01)
+        assert kept.id in writer.committed.leases
+
+    run(sqlite_url, body)
+
+
+def test_an_older_content_is_not_taken_for_the_ledger_although_the_file_and_every_connection_stay(
+    sqlite_url: str,
+) -> None:
+    """As after `.restore` of sqlite3, or after a failover of PostgreSQL to a replica that lagged behind."""
+    path = sqlite_url.removeprefix("sqlite:///")
+
+    async def body(writer: Writer, _: FaultyStore) -> None:
+        await report(writer, gpus=2)
+        with closing(sqlite3.connect(path)) as live, closing(sqlite3.connect(":memory:")) as old:
+            live.backup(old)
+            kept = await writer.submit(ask())
+            assert isinstance(kept, Lease)
+            old.backup(live)
+        with pytest.raises(Unavailable, match="lacks what was written"):
             await writer.submit(ask())
         while "older than this daemon's answers" not in (writer.problem or ""):
             assert writer.problem is not None, "it goes on without the lease"

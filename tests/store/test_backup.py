@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from sqlalchemy import text
 from gpulease_server.store import backup as backup_module
 from gpulease_server.store import integrity_check
 from gpulease_server.store.backup import COUNTER_SKIP, BackupFailed, backup
-from gpulease_server.store.database import DatabaseUnusable, connect
+from gpulease_server.store.database import DatabaseUnusable, connect, migrate, upgrade
 from gpulease_server.store.integrity_check import check_database, revisions
 from gpulease_server.store.ledger_store import Store
 from tests.core.build import World
@@ -105,6 +106,32 @@ def test_a_backup_while_a_writer_writes_is_of_one_moment(sqlite_url: str, tmp_pa
         assert count == last, "an event is missing"
         seqs.append(last)
     assert seqs == sorted(seqs)
+
+
+def test_a_backup_can_be_made_before_an_upgrade(sqlite_url: str, tmp_path: Path) -> None:
+    fill(sqlite_url)
+    migrate(sqlite_url, "0033")
+    file = tmp_path / "copy.db"
+    backup(sqlite_url, file)
+    assert revisions(f"sqlite:///{file}")[0] == "0033"
+    upgrade(f"sqlite:///{file}")
+    assert check_database(f"sqlite:///{file}") == []
+
+
+def test_what_a_newer_version_wrote_is_left_to_it(sqlite_url: str) -> None:
+    fill(sqlite_url)
+    run(sqlite_url, "UPDATE alembic_version SET version_num = '9999'")
+    [finding] = check_database(sqlite_url)
+    assert "run the newer gpulease" in finding
+    ran = subprocess.run(
+        [sys.executable, "-m", "gpulease_cli", "db", "current", "--database-url", sqlite_url],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "db upgrade" not in ran.stdout
+    assert "use the gpulease that wrote it" in ran.stdout
 
 
 def test_a_backup_never_writes_over_a_file(sqlite_url: str, tmp_path: Path) -> None:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import psycopg
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, IntegrityError, OperationalError
 
+from gpulease_server.api.problems import expected_error
+from gpulease_server.serving import Serving
 from gpulease_server.store import dialects, gpu_metrics_table, tables
-from gpulease_server.store.database import DatabaseUnusable, connect, database_file, parse_url, redacted, upgrade
+from gpulease_server.store.database import (
+    DatabaseUnusable,
+    connect,
+    database_file,
+    parse_url,
+    redacted,
+    unusable_error,
+    upgrade,
+)
+from gpulease_server.store.dialects import failure
 from gpulease_server.store.gpu_metrics_table import BlockRow
 from gpulease_server.store.ledger_store import Store, StoreFailed, is_stored
 from gpulease_server.store.psycopg_timeout import TimeoutConnection
@@ -75,6 +88,51 @@ def test_a_server_that_is_not_there_is_said_without_the_password() -> None:
         upgrade(f"postgresql://postgres:{PASSWORD}@127.0.0.1:{free_port()}/x")
     assert PASSWORD not in f"{refused.value} {refused.value.remedy}"
     assert "--database-url" in str(refused.value.remedy)
+
+
+@pytest.mark.parametrize(
+    ("url", "message", "remedy"),
+    [
+        ("sqlite:////tmp/x.db", "database or disk is full", "free some space"),
+        ("sqlite:////tmp/x.db", "database is locked", "Another program has locked it"),
+        ("sqlite:////tmp/x.db", "unable to open database file", "Check the path"),
+        ("postgresql://h/d", 'password authentication failed for user "u"', "Check the user and the password"),
+        ("postgresql://h/d", "sorry, too many clients already", "max_connections"),
+        ("postgresql://h/d", "remaining connection slots are reserved", "max_connections"),
+        ("postgresql://h/d", "cannot execute UPDATE in a read-only transaction", "primary server"),
+        ("postgresql://h/d", "Connection refused", "Check that the server runs"),
+    ],
+)
+def test_what_cannot_be_used_comes_with_what_to_do_about_it(url: str, message: str, remedy: str) -> None:
+    assert remedy in unusable_error(url, OSError(message)).remedy
+
+
+def test_a_file_on_a_full_disk_is_said_to_be_that_whatever_sqlite_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert "free some space" in unusable_error(f"sqlite:///{tmp_path}/x.db", OSError("disk I/O error")).remedy
+
+
+def test_what_needs_a_damaged_file_is_no_bug_and_says_what_to_do(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    (tmp_path / "x.db").write_bytes(b"damaged" * 1000)
+
+    def read() -> None:
+        with connect(url).connect():
+            pass
+
+    with pytest.raises(DatabaseError) as failed:
+        read()
+    answer = expected_error(failed.value)
+    assert answer is not None
+    assert (answer.status, "restore a backup" in answer.remedy) == (503, True)
+    assert "restore a backup" in failure(failed.value)
+    unread = SimpleNamespace(url=url, recorder=SimpleNamespace(restore=read))
+    with pytest.raises(DatabaseUnusable, match="not a database") as refused:
+        Serving._restore(cast("Serving", unread))
+    assert "Restore a backup" in refused.value.remedy
+    assert expected_error(IntegrityError("", {}, ValueError("a bug"))) is None
 
 
 def test_what_a_database_refuses_is_said_without_the_values(database_url: str) -> None:

@@ -58,6 +58,22 @@ def test_a_writer_that_was_superseded_commits_nothing_more(database_url: str) ->
     second.close()
 
 
+def test_an_older_copy_of_the_database_is_no_successor(database_url: str) -> None:
+    told = threading.Event()
+    store, world = Store(database_url, told.set), World().node(gpus=8)
+    store.fence.take_over("pid 1 on a")
+    store.fence.take_over("pid 2 on b")
+    write_lease(store, world)
+    with store.engine.begin() as connection:
+        connection.execute(text("UPDATE writer SET term = 1, first_term = 1, name = 'pid 1 on a'"))
+    with pytest.raises(StoreFailed, match="older than this daemon: pid 1 on a wrote to it last") as refused:
+        write_lease(store, world)
+    assert not isinstance(refused.value, Superseded)
+    store.fence.check()
+    assert not told.is_set(), "it ends, and its next start takes the older copy for the database"
+    store.close()
+
+
 def test_a_successor_waits_for_a_transaction_under_way_and_reads_what_it_wrote(postgres_url: str) -> None:
     first, second = Store(postgres_url), Store(postgres_url)
     world = World().node(gpus=8)
@@ -207,6 +223,17 @@ def test_a_second_lock_is_refused_and_says_who_has_it(url: str, tmp_path: Path, 
     first.close()
     eventually(lambda: second.try_acquire() is None, WITHIN_S)
     second.close()
+
+
+def test_a_lock_of_a_database_is_one_whatever_link_leads_to_it(tmp_path: Path) -> None:
+    file, link = tmp_path / "gpulease.db", tmp_path / "elsewhere" / "link.db"
+    link.parent.mkdir()
+    link.symlink_to(file)
+    first, second = writer_lock(f"sqlite:///{file}"), writer_lock(f"sqlite:///{link}")
+    assert first.try_acquire() is None
+    with pytest.raises(AlreadyRunning, match=r"gpulease\.db"):
+        acquire_or_raise(second)
+    first.close()
 
 
 def test_locks_of_two_databases_of_one_server_do_not_meet(postgres: PostgresServer) -> None:

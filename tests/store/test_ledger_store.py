@@ -254,6 +254,22 @@ def test_numbers_of_a_turn_that_was_not_committed_are_stored_with_the_next_one(s
     other.close()
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_turn_is_not_written_behind_one_that_the_database_has_lost(store: Store, loaded: bool) -> None:
+    """As after a failover to a replica that lagged behind, of which no connection says anything."""
+    world = World().node(gpus=4)
+    save(store, world)
+    world.lease()
+    save(store, world)
+    if loaded:
+        world.ledger = store.load()
+    with store.engine.begin() as connection:
+        connection.execute(update(tables.counter).where(tables.counter.c.name == "seq").values(value=2))
+    world.lease()
+    with pytest.raises(StoreFailed, match="lacks what was written"):
+        save(store, world)
+
+
 def test_a_commit_is_on_the_disk(store: Store) -> None:
     with store.engine.connect() as connection:
         if store.engine.dialect.name == "sqlite":

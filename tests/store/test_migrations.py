@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, inspect, text
 
 from gpulease_protocol.model import NodeMode
+from gpulease_server.runtime.leadership.lock import AlreadyRunning, writer_lock
+from gpulease_server.runtime.leadership.takeover import upgrade_alone
 from gpulease_server.store.database import (
     DatabaseUnusable,
     connect,
@@ -23,6 +26,7 @@ from gpulease_server.store.database import (
     revision_of,
     upgrade,
 )
+from gpulease_server.store.integrity_check import revisions
 from gpulease_server.store.ledger_store import Store
 from gpulease_server.store.migrations import differences
 from tests.databases import PostgresServer
@@ -212,6 +216,18 @@ def test_two_upgrades_at_once_both_succeed(empty_url: str, engine: Engine) -> No
     assert [one.exitcode for one in both] == [0, 0]
     with engine.connect() as connection:
         assert revision_of(connection) == REVISIONS[-1]
+
+
+def test_the_schema_is_not_upgraded_under_a_daemon_that_runs(database_url: str) -> None:
+    with closing(writer_lock(database_url)) as daemon:
+        assert daemon.try_acquire() is None
+        upgrade_alone(database_url)  # nothing to do
+        migrate(database_url, "0033")
+        with pytest.raises(AlreadyRunning):
+            upgrade_alone(database_url)
+        assert revisions(database_url)[0] == "0033"
+    upgrade_alone(database_url)
+    assert revisions(database_url)[0] == known_revisions()[-1]
 
 
 def test_a_database_of_a_newer_version_is_refused(database_url: str) -> None:

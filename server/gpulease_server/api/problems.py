@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -31,6 +31,7 @@ from gpulease_protocol.errors import (
     Unavailable,
     shortened,
 )
+from gpulease_server.store.dialects import error_message, is_damaged
 
 SEE_OPENAPI = "/openapi.json describes every field."
 MAYBE_PRUNED = "It may have ended long ago and been pruned. `GET /v1/{}` lists those that are kept."
@@ -107,7 +108,7 @@ def add_exception_handlers(app: FastAPI) -> None:
     app.add_exception_handler(GpuleaseError, _expected_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
-    for kind in DATABASE_ERRORS:
+    for kind in (*DATABASE_ERRORS, DatabaseError):
         app.add_exception_handler(kind, _expected_error)
 
 
@@ -115,16 +116,18 @@ def expected_error(error: Exception) -> GpuleaseError | None:
     """What an exception of a route is answered with; None for a bug."""
     if isinstance(error, GpuleaseError):
         return error
-    if not isinstance(error, DATABASE_ERRORS):
+    damaged = is_damaged(error)
+    if not damaged and not isinstance(error, DATABASE_ERRORS):
         return None
     # The request needs the database, which is unavailable. The writer logs that, once.
-    reason = getattr(error, "orig", None) or error
-    return Unavailable(f"The database cannot be read: {reason}.", remedy="Try again later.")
+    remedy = "This is for an administrator: restore a backup, see docs/databases.md." if damaged else "Try again later."
+    return Unavailable(f"The database cannot be read: {error_message(error)}.", remedy=remedy)
 
 
 async def _expected_error(_: Request, error: Exception) -> Response:
     expected = expected_error(error)
-    assert expected is not None
+    if expected is None:
+        raise error
     return problem_response(expected)
 
 

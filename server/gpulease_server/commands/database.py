@@ -28,10 +28,13 @@ db = CommandGroup("db", "The daemon's database: schema, integrity check, backup.
 @DATABASE
 @DIRECTORY
 def upgrade(database_url: str | None, data_dir: Path | None) -> None:
-    """Migrate the database to this version's schema; `serve` also does so when it starts."""
+    """Migrate the database to this version's schema; `serve` also does so when it starts.
+
+    Refused if a migration is needed while a daemon runs.
+    """
     with needs_extra("server"):
-        from gpulease_server.store.database import upgrade as to_newest  # noqa: PLC0415 - an extra
-    to_newest(_url(database_url, data_dir))
+        from gpulease_server.runtime.leadership.takeover import upgrade_alone  # noqa: PLC0415 - an extra
+    upgrade_alone(_url(database_url, data_dir))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class Revision(Noun):
 def current(database_url: str | None, data_dir: Path | None, json: bool) -> int:
     """Print the schema revision and whether it is the newest. Exits 1 if it is not."""
     with needs_extra("server"):
+        from gpulease_server.store.database import known_revisions  # noqa: PLC0415 - an extra
         from gpulease_server.store.integrity_check import revisions  # noqa: PLC0415 - an extra
     found, newest = revisions(_url(database_url, data_dir))
     if json:
@@ -59,6 +63,9 @@ def current(database_url: str | None, data_dir: Path | None, json: bool) -> int:
     if found == newest:
         click.echo(f"{found} (the newest)")
         return output.DONE
+    if found is not None and found not in known_revisions():
+        click.echo(f"{found} (newer than {newest}, the newest that this version knows: use the gpulease that wrote it)")
+        return output.REFUSED
     click.echo(f"{found or 'empty'} (the newest is {newest}: gpulease db upgrade)")
     return output.REFUSED
 

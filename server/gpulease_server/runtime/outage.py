@@ -29,7 +29,8 @@ from gpulease_server.core.reclaim_records import ReclaimIndex
 from gpulease_server.core.records import Change, Deadline, Instant, LeaseRecord
 from gpulease_server.core.turn import Answer, Turn
 from gpulease_server.runtime import clock
-from gpulease_server.store.dialects import error_message
+from gpulease_server.store.dialects import failure
+from gpulease_server.store.fencing import OLDER
 from gpulease_server.store.ledger_store import StoreFailed
 
 log = logging.getLogger("gpulease.writer")
@@ -112,9 +113,7 @@ class Outage:
 
     def update(self, error: Exception) -> None:
         """Keep the newest reason, and log it if it has changed; with a traceback if this program is at fault."""
-        self.reason = (
-            error.detail if isinstance(error, StoreFailed) else f"the ledger cannot be used: {error_message(error)}"
-        )
+        self.reason = error.detail if isinstance(error, StoreFailed) else f"the ledger cannot be used: {failure(error)}"
         if self.reason != self._logged_reason:
             self._logged_reason = self.reason
             ours = not isinstance(error, (StoreFailed, SQLAlchemyError, OSError))
@@ -209,8 +208,7 @@ def refuse_older_copy(
     the newest event of this process, although a commit that failed may have written a later one."""
     lacks_newest = newest is not None and not has_event(newest.seq)
     if lacks_newest or ledger.next_seq < committed.next_seq or ledger.next_token < committed.next_token:
-        found, expected = ledger.next_seq - 1, committed.next_seq - 1
         raise StoreFailed(
-            f"The database is older than this daemon's answers: it ends with event {found} of {expected}.",
-            remedy="Put the newer one back, or restart the daemon to go on with the old one.",
+            f"The database is older than this daemon's answers: it lacks event {committed.next_seq - 1}; {OLDER}.",
+            remedy="Ask again.",
         )

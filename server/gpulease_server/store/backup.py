@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gpulease_server.store import tables
 from gpulease_server.store.database import DatabaseUnusable, connect, database_file, redacted, unusable_error
 from gpulease_server.store.dialects import sqlite_connection
-from gpulease_server.store.integrity_check import check_database, require_file
+from gpulease_server.store.integrity_check import check_database, check_file, require_file, revisions
 
 COUNTER_SKIP = 1_000_000_000
 """More than a daemon can give out between two backups."""
@@ -45,7 +45,10 @@ def backup(url: str, file: Path) -> None:
     try:
         partial.touch(mode=0o600, exist_ok=False)
         _copy(url, partial)
-        wrong = check_database(f"sqlite:///{partial.absolute()}")
+        copy = f"sqlite:///{partial.absolute()}"
+        found, newest = revisions(copy)
+        # Before an upgrade the schema is an older one, of which only the file can be checked.
+        wrong = check_database(copy) if found in {None, newest} else check_file(copy)
         if wrong:  # this also merges the WAL into the file
             raise BackupFailed(f"The copy is damaged: {wrong[0]}.", remedy="Run gpulease db check on the original.")
         _skip_counters(partial)

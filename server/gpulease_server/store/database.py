@@ -5,7 +5,9 @@ A URL may contain a password, so it is only printed by `redacted`.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from importlib import resources
 from pathlib import Path
 
@@ -57,9 +59,12 @@ def redacted(url: str) -> str:
 
 
 def database_file(url: str) -> Path | None:
-    """The file of an SQLite database; None for PostgreSQL. Raises `DatabaseUnusable`."""
+    """The file of an SQLite database, without symbolic links, as SQLite names the files beside it; None for PostgreSQL.
+    Raises `DatabaseUnusable`."""
     made = parse_url(url)
-    return Path(made.database).absolute() if made.get_backend_name() == dialects.SQLITE and made.database else None
+    return (
+        Path(os.path.realpath(made.database)) if made.get_backend_name() == dialects.SQLITE and made.database else None
+    )
 
 
 def connect(url: str) -> Engine:
@@ -75,18 +80,42 @@ def connect(url: str) -> Engine:
         ) from error
 
 
-DAMAGED = ("file is not a database", "malformed")
-"""What SQLite says of a file that it cannot read any more."""
+_FULL = "The disk is full: free some space, then try again."
+_SQLITE_REMEDIES = {
+    "is full": _FULL,
+    "is locked": "Another program has locked it, such as a backup or sqlite3: end that, then try again.",
+}
+_POSTGRESQL_REMEDIES = {
+    "authentication failed": "Check the user and the password: --database-url, PGPASSWORD, ~/.pgpass.",
+    "too many clients": "End other clients of the server, or raise its max_connections.",
+    "connection slots": "End other clients of the server, or raise its max_connections.",
+    "read-only transaction": "This server is a replica or read-only: give the address of the primary server.",
+}
+"""By what the database says: what to do."""
+FULL_BYTES = 2**16
+"""A disk with less free space is full: SQLite cannot make its files beside the database."""
 
 
 def unusable_error(url: str, error: BaseException) -> DatabaseUnusable:
     """The error for a database that does not work."""
-    remedy, message = "Check the path and its permissions.", dialects.error_message(error)
-    if database_file(url) is None:
-        remedy = "Check that the server runs, and check --database-url."
-    elif any(words in message for words in DAMAGED):
-        remedy = "Restore a backup, see docs/databases.md; check the path if this is not the daemon's file."
+    message, file = dialects.error_message(error), database_file(url)
+    if file is None:
+        remedies, remedy = _POSTGRESQL_REMEDIES, "Check that the server runs, and check --database-url."
+    else:
+        remedies, remedy = _SQLITE_REMEDIES, "Check the path and its permissions."
+        if dialects.is_damaged(error):
+            remedy = "Restore a backup, see docs/databases.md; check the path if this is not the daemon's file."
+        elif _is_full(file.parent):
+            remedy = _FULL  # what SQLite calls an I/O error
+    remedy = next((one for words, one in remedies.items() if words in message), remedy)
     return DatabaseUnusable(f"{redacted(url)} cannot be used: {message}.", remedy=remedy)
+
+
+def _is_full(directory: Path) -> bool:
+    try:
+        return shutil.disk_usage(directory).free < FULL_BYTES
+    except OSError:
+        return False
 
 
 def migrations_directory() -> Path:
@@ -113,17 +142,20 @@ def upgrade(url: str) -> None:
 
     Raises `DatabaseUnusable` if the schema is newer than this program.
     """
-    newest = known_revisions()[-1]
+    if not is_newest(url):
+        migrate(url, known_revisions()[-1])
+
+
+def is_newest(url: str) -> bool:
+    """True if the schema is the one that this program works with. Raises `DatabaseUnusable`."""
     engine = connect(url)
     try:
         with engine.connect() as connection:
-            if revision_of(connection) == newest:
-                return
+            return revision_of(connection) == known_revisions()[-1]
     except (OSError, SQLAlchemyError) as error:
         raise unusable_error(url, error) from error
     finally:
         engine.dispose()
-    migrate(url, newest)
 
 
 def migrate(url: str, revision: str) -> None:

@@ -23,6 +23,7 @@ from gpulease_protocol.codec import to_json
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
 BUSY_S = 10
 """How long SQLite waits for another process's transaction."""
+DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 PAUSE_S = 0.01
 """Between two attempts at what SQLite does not wait for."""
 CONNECT_S = 5
@@ -203,6 +204,20 @@ def error_message(error: BaseException) -> str:
     cause = getattr(error, "orig", None) or error
     primary = getattr(getattr(cause, "diag", None), "message_primary", None)
     return str(primary or cause or type(cause).__name__).strip().splitlines()[0]
+
+
+def is_damaged(error: BaseException) -> bool:
+    """True if an SQLite file cannot be read any more."""
+    return getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF in DAMAGED
+
+
+def failure(error: BaseException) -> str:
+    """As `error_message`; of a damaged file also what to do, because no other attempt will succeed."""
+    return (
+        f"{error_message(error)}; restore a backup, see docs/databases.md"
+        if is_damaged(error)
+        else error_message(error)
+    )
 
 
 def sqlite_connection(connection: Connection) -> sqlite3.Connection:

@@ -55,7 +55,7 @@ class DiskReserve:
 
     def __init__(self, engine: Engine) -> None:
         name = engine.url.database
-        self._file = Path(name).absolute() if engine.dialect.name == "sqlite" and name else None
+        self._file = Path(os.path.realpath(name)) if engine.dialect.name == "sqlite" and name else None
         self._descriptors: dict[tuple[int, int], int] = {}
         """By device and inode; never closed, see above."""
         self._unsupported = False

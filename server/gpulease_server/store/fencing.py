@@ -23,7 +23,7 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from gpulease_protocol.errors import Unavailable
 from gpulease_server.store import tables
-from gpulease_server.store.dialects import POSTGRESQL, error_message, execute, pipeline
+from gpulease_server.store.dialects import POSTGRESQL, execute, failure, pipeline
 from gpulease_server.store.statements import statement_text
 
 log = logging.getLogger("gpulease.store")
@@ -42,6 +42,8 @@ _TERMINATE_ROW_HOLDER = (  # xmax is the transaction that has the row locked
 )
 _TERMINATE = text(_TERMINATE_ROW_HOLDER)
 _TERMINATE_OWN = text(f"{_TERMINATE_ROW_HOLDER} AND a.pid = ANY(CAST(:own AS integer[]))")
+OLDER = "put the newer one back, or go on with the old one as after a restore (docs/databases.md)"
+"""What to do about a database that is older than what was answered."""
 _SESSIONS = 64
 """Sessions that a writer remembers; more than it has at a time."""
 
@@ -134,7 +136,7 @@ class WriterFence:
             raise  # refused by the server, so nothing is in doubt
         except SQLAlchemyError as error:
             self._in_doubt = True
-            detail = f"The ledger could not be written: {error_message(error)}"
+            detail = f"The ledger could not be written: {failure(error)}"
             raise StoreFailed(detail, remedy="Ask again.") from error
 
     def _require_term(self, connection: Connection) -> None:
@@ -165,19 +167,30 @@ class WriterFence:
         self.term, self._in_doubt = term, False
 
     def check(self) -> None:
-        """Raise `Superseded` if another writer has taken over."""
+        """Raise `Superseded` if another writer has taken over. An older copy is no such thing: writes find it."""
         if self._first_term is None:
             return
         with self._engine.connect() as connection:
             found = connection.execute(select(tables.writer.c.first_term).where(_ROW)).scalar_one_or_none()
-            if found != self._first_term:
+            if found != self._first_term and not self._is_before(found):
                 self._refuse(connection)
+
+    def _is_before(self, first_term: int | None) -> bool:
+        """True for the term of a former writer: terms only rise, so an older copy has taken the place of the database,
+        as after a failover of PostgreSQL to a replica that lagged behind."""
+        return first_term is not None and self._first_term is not None and first_term < self._first_term
 
     def _refuse(self, connection: Connection) -> None:
         row = connection.execute(select(tables.writer).where(_ROW)).one_or_none()
         if row is not None and row.first_term == self._first_term:
             # `resolve_in_doubt` raised the term of this same writer while this transaction was under way.
             raise StoreFailed("The ledger is being read again.", remedy="Ask again.")
+        if row is not None and self._is_before(row.first_term):
+            raise StoreFailed(
+                f"The database is older than this daemon: {row.name} wrote to it last, in term {row.term} of"
+                f" {self.term}; {OLDER}.",
+                remedy="Ask again.",
+            )
         self.on_superseded()
         successor = "unknown" if row is None else row.name
         raise Superseded(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sqlalchemy import Connection, exists, func, select
@@ -57,12 +57,24 @@ def require_file(url: str) -> None:
 def check_database(url: str) -> list[str]:
     """All findings, one sentence each; empty if there are none. Raises `DatabaseUnusable` if it does not open."""
     found, newest = revisions(url)
+    if found is not None and found not in known_revisions():
+        return [f"the schema is {found}, which this version does not know; run the newer gpulease that wrote it"]
     if found != newest:
         return [f"the schema is {found or 'empty'}, but this version works with {newest}; run gpulease db upgrade"]
+    return _findings(url, lambda connection: [*_files(connection), *differences(connection), *_ledger(connection)])
+
+
+def check_file(url: str) -> list[str]:
+    """The findings about the file alone, whatever the schema. Raises `DatabaseUnusable` if it does not open."""
+    require_file(url)
+    return _findings(url, lambda connection: list(_files(connection)))
+
+
+def _findings(url: str, find: Callable[[Connection], list[str]]) -> list[str]:
     engine = connect(url)
     try:
         with snapshot(engine) as connection:
-            return [*_files(connection), *differences(connection), *_ledger(connection)]
+            return find(connection)
     except SQLAlchemyError as error:
         return [f"the database cannot be read: {error_message(error)}"]
     finally:

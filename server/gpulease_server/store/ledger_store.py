@@ -7,7 +7,20 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func, or_, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    Table,
+    and_,
+    bindparam,
+    func,
+    or_,
+    select,
+    update,
+)
 
 from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
@@ -27,11 +40,11 @@ from gpulease_server.core.records import (
 )
 from gpulease_server.store import rows, tables
 from gpulease_server.store.database import connect
-from gpulease_server.store.dialects import pipeline, snapshot
+from gpulease_server.store.dialects import execute, pipeline, snapshot
 from gpulease_server.store.event_pages import EventFilter, find_events
 from gpulease_server.store.fencing import StoreFailed, Superseded, WriterFence
 from gpulease_server.store.lease_conditions import has_gpu, on_node
-from gpulease_server.store.statements import Statements
+from gpulease_server.store.statements import Statements, statement_text
 
 __all__ = ["Store", "StoreFailed", "Superseded", "is_stored"]
 
@@ -40,6 +53,15 @@ Record = TypeVar("Record", LeaseRecord, JobRecord)
 MAX_PAGE_CHARACTERS = 2**17
 """Of the texts of a page's records: a page of longer ones ends earlier. It has one record at least."""
 COUNTERS = ("number", "token", "seq")
+_NEXT_SEQ = (
+    update(tables.counter)
+    .where(
+        tables.counter.c.name == bindparam("counter"),
+        tables.counter.c.value == bindparam("before", type_=BigInteger()),
+    )
+    .values(value=bindparam("after", type_=BigInteger()))
+)
+"""Counts the events on, if the database has the last turn: see `Store.write`."""
 RENEWAL = (tables.lease.c.renewed_at,)
 END = (tables.lease.c.state, tables.lease.c.end_reason, tables.lease.c.ended_at)
 """What changes of an active lease, in nearly all changes."""
@@ -77,7 +99,8 @@ class Store:
         self.statements = Statements(self.engine)
         self.fence = WriterFence(self.engine, on_superseded)
         self._counters: dict[str, int] = {}
-        """The next number, token and seq, as this store last committed them since it last loaded the ledger."""
+        """The next number, token and seq in the database, as this store last read or committed them."""
+        self._next_seq = statement_text(self.engine, _NEXT_SEQ)
         self._active: dict[str, LeaseRecord] = {}
         """The active leases that it has committed since then: of one that is only renewed or ended, only that is
         written."""
@@ -103,6 +126,7 @@ class Store:
             for row in connection.execute(select(tables.idempotency_key).order_by(tables.idempotency_key.c.at)):
                 ledger.apply(rows.key_record(row))
             for name, value in connection.execute(select(tables.counter.c.name, tables.counter.c.value)):
+                self._counters[name] = value
                 setattr(ledger, f"next_{name}", max(value, getattr(ledger, f"next_{name}")))
             last = connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0
             ledger.next_seq = max(ledger.next_seq, last + 1)
@@ -147,7 +171,12 @@ class Store:
             return connection.scalar(select(tables.event.c.seq).where(tables.event.c.seq == seq)) is not None
 
     def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
-        """Commit one turn, all or nothing, with fsync. Raises `StoreFailed`, `Superseded`, or DataError."""
+        """Commit one turn, all or nothing, with fsync. Raises `StoreFailed`, `Superseded`, or DataError.
+
+        The last turn must be in the database. It is not if an older copy has taken the place of its content, as after a
+        failover of PostgreSQL to a replica that lagged behind: then `StoreFailed`, so that the ledger is loaded again
+        and compared.
+        """
         decided = list(changes)
         events = [rows.to_row(change)[1] for change in decided if isinstance(change, Event)]
         latest = {rows.place(change): change for change in decided if isinstance(change, rows.Stored)}
@@ -161,10 +190,13 @@ class Store:
             elif table is not tables.lease or not (key in renewed or key in ended):
                 written.setdefault(table, []).append(rows.to_row(last)[1])
         counters = {name: getattr(ledger, f"next_{name}") for name in COUNTERS}
-        new = counters.items() - self._counters.items()
-        written[tables.counter] = [{"name": name, "value": value} for name, value in new]
+        new = dict(counters.items() - self._counters.items())
+        counted = "seq" in new and "seq" in self._counters
+        followed = [{"counter": "seq", "before": self._counters["seq"], "after": new.pop("seq")}] if counted else []
+        written[tables.counter] = [{"name": name, "value": value} for name, value in new.items()]
         with self.writing() as connection:
             with pipeline(connection):
+                counting = execute(connection, self._next_seq, followed) if followed else None
                 for table, keys in removed.items():
                     self.statements.delete(connection, table, keys)
                 for table, changed in written.items():
@@ -174,6 +206,8 @@ class Store:
                     for columns, values in ((RENEWAL, renewed), (END, ended))
                 ]
                 self.statements.insert(connection, tables.event, events)
+            if counting is not None and counting.rowcount != 1:
+                raise StoreFailed("The database lacks what was written to it before.", remedy="Ask again.")
             if sum(one.rowcount for one in changed_leases if one is not None) != len(renewed) + len(ended):
                 raise StoreFailed("A lease that was renewed or has ended is not in the database.", remedy="Ask again.")
         self._counters = counters

@@ -44,7 +44,8 @@ class StaleReadMiddleware:
         elif (copy := self.leadership.standby_copy) is not None:
             await self._from_copy(copy, scope, receive, send)
         elif not scope["app"].state.daemon.writer.has_loaded:
-            error = Unavailable("The daemon has just started and is reading its ledger.", remedy="Try again.")
+            problem = scope["app"].state.daemon.writer.problem
+            error = Unavailable(f"The daemon has just started: {problem}.", remedy="Try again.")
             await problem_response(error)(scope, receive, send)
         else:
             await self._from_writer(scope, receive, send)

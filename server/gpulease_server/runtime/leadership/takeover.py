@@ -7,8 +7,8 @@ import logging
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from gpulease_server.runtime.leadership.lock import this_process
-from gpulease_server.store.database import database_file, redacted, unusable_error, upgrade
+from gpulease_server.runtime.leadership.lock import FileLock, acquire_or_raise, this_process, writer_lock
+from gpulease_server.store.database import database_file, is_newest, redacted, unusable_error, upgrade
 from gpulease_server.store.ledger_store import Store
 
 log = logging.getLogger("gpulease.serve")
@@ -27,3 +27,14 @@ def take_over(store: Store, url: str) -> None:
         log.info("writing to %s in term %d", redacted(url), store.fence.take_over(this_process()))
     except SQLAlchemyError as error:
         raise unusable_error(url, error) from error
+
+
+def upgrade_alone(url: str) -> None:
+    """Upgrade the schema, unless a daemon works with the present one. Raises `AlreadyRunning` or `DatabaseUnusable`."""
+    if is_newest(url):
+        return
+    with contextlib.closing(writer_lock(url)) as lock:
+        # Without its file there is no daemon. It is the daemon's to make: another user's would keep the daemon out.
+        if not isinstance(lock, FileLock) or lock.path.exists():
+            acquire_or_raise(lock)
+        upgrade(url)
