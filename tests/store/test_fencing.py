@@ -8,12 +8,18 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import StaticPool, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
-from gpulease_server.runtime.leadership.lock import AdvisoryLock, AlreadyRunning, acquire_or_raise, writer_lock
+from gpulease_server.runtime.leadership.lock import (
+    AdvisoryLock,
+    AlreadyRunning,
+    CannotLock,
+    acquire_or_raise,
+    writer_lock,
+)
 from gpulease_server.store import gpu_metrics_table
-from gpulease_server.store.database import connect
+from gpulease_server.store.database import connect, parse_url
 from gpulease_server.store.ledger_store import Store, StoreFailed, Superseded, is_stored
 from tests.core.build import World
 from tests.daemon import eventually
@@ -244,6 +250,17 @@ def test_locks_of_two_databases_of_one_server_do_not_meet(postgres: PostgresServ
     for lock, url in zip(locks, urls, strict=True):
         lock.close()
         postgres.drop(url)
+
+
+def test_a_pooler_that_does_not_keep_sessions_is_refused(postgres: PostgresServer, postgres_url: str) -> None:
+    """It gives two clients the same session, which gets its own lock as often as it asks."""
+    lock = AdvisoryLock(postgres_url)
+    lock._engine = create_engine(parse_url(postgres_url), poolclass=StaticPool)
+    with pytest.raises(CannotLock, match="does not keep sessions"):
+        lock.try_acquire()
+    assert not lock.is_confirmed()
+    eventually(lambda: not holders(postgres, postgres_url), WITHIN_S)
+    lock.close()
 
 
 def cut(postgres: PostgresServer, url: str) -> None:

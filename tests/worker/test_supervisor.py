@@ -212,7 +212,9 @@ def test_a_stop_right_after_the_start_is_not_lost(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_job_no_longer_ordered_is_stopped_and_forgotten_with_its_logs_kept(tmp_path: Path) -> None:
+def test_a_job_no_longer_ordered_is_stopped_and_forgotten_with_its_logs_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     job = order("j", spec("sh", "-c", "echo up; exec sleep 60"))
 
     async def story(worker: Worker) -> None:
@@ -225,6 +227,7 @@ def test_a_job_no_longer_ordered_is_stopped_and_forgotten_with_its_logs_kept(tmp
                 if worker.jobs.reports() and worker.jobs.reports()[0].state is not RunState.EXITED:
                     await worker.changed.wait()
         assert not living(job.lease_id)
+        assert caplog.text.count("its daemon does not know of that: it is ended") == 1
         assert log_of(report, "launcher.log") == "up\n"
         again = Worker(tmp_path)
         assert again.jobs.reports() == ()

@@ -356,6 +356,8 @@ class JobReconciler:
         if job.is_unclaimed and self._supervisors.claim(job):
             self._supervisors.record_end(job, "The daemon no longer orders it.")
         if job.exit is None:
+            if job.stop is None:
+                log.warning("job %s runs here, and its daemon does not know of that: it is ended", job.name)
             self._stop(job, GONE_GRACE_S)
             return
         self._supervisors.write_end(job)

@@ -49,6 +49,7 @@ _TRY_LOCK = text("SELECT pg_try_advisory_lock(:key)")
 _SET_SESSION_TIMEOUT = text(
     "SELECT set_config(name, :value, false) FROM pg_settings WHERE name = 'idle_session_timeout'"  # from version 14 on
 )
+_UNLOCK_ALL = text("SELECT pg_advisory_unlock_all()")
 _LOCK_HOLDER = text(
     "SELECT a.application_name, a.client_addr FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid"
     " WHERE l.locktype = 'advisory' AND l.granted AND l.classid = :high AND l.objid = :low AND l.objsubid = 1"
@@ -63,7 +64,7 @@ class AlreadyRunning(GpuleaseError):
 
 
 class CannotLock(GpuleaseError):
-    """The lock file cannot be opened, because of its directory or its permissions."""
+    """The lock file cannot be opened, because of its directory or its permissions; or the lock keeps no one out."""
 
     code, title = "cannot_lock", "Cannot lock"
 
@@ -185,16 +186,39 @@ class AdvisoryLock:
         self._confirmed_until_s = NEVER_S
 
     def try_acquire(self) -> str | None:
-        """Acquire it without waiting. Returns None, or who holds it. Raises `DatabaseUnusable`."""
+        """Acquire it without waiting. Returns None, or who holds it.
+
+        Raises `DatabaseUnusable`, or `CannotLock` behind a pooler that does not keep sessions.
+        """
         begun_s = clock.now().mono_s
         try:
             holder = self._try_acquire()
             if holder is None:
+                self._require_session()
                 self._confirmed_until_s = begun_s + SESSION_TIMEOUT_S
             return holder
         except SQLAlchemyError as error:
             self._drop()
             raise unusable_error(self._url, error) from error
+
+    def _require_session(self) -> None:
+        """Raise `CannotLock` if the lock, which was acquired, keeps no other client out.
+
+        A pooler in transaction mode gives one session of the server to all its clients, by turns, and a session that
+        has the lock gets it again. It may have several; then it is not noticed here, and the fencing term alone ensures
+        that one daemon writes.
+        """
+        with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as other:
+            shared = other.execute(_TRY_LOCK, {"key": KEY}).scalar_one()
+            if shared:
+                other.execute(_UNLOCK_ALL)
+            other.detach()  # closed, because a connection is needed for this only
+        if shared:
+            self._drop()
+            raise CannotLock(
+                f"A connection pooler before {self.what} does not keep sessions, to which the lock belongs.",
+                remedy="Let it keep them (PgBouncer: pool_mode = session), or give the address of the server itself.",
+            )
 
     def _try_acquire(self) -> str | None:
         if self._session is None:
