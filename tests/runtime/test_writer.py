@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import sqlite3
 from collections.abc import Callable, Coroutine
 from contextlib import closing
@@ -24,6 +25,7 @@ from gpulease_server.core.turn import Turn
 from gpulease_server.runtime import clock, event_log, ids
 from gpulease_server.runtime.recent_events import EVENTS_KEY
 from gpulease_server.runtime.writer import Submission, Writer, _count_from_answer
+from gpulease_server.store.backup import backup
 from tests.core.build import gpu
 from tests.runtime.faults import Fate, FaultyStore, recovered, release, renew, writing
 
@@ -172,6 +174,25 @@ def test_an_older_copy_is_not_taken_for_the_database_where_a_commit_has_reached_
         while "older than this daemon's answers" not in (writer.problem or ""):
             assert writer.problem is not None, "it goes on without the lease"
             await asyncio.sleep(0.01)
+        assert kept.id in writer.committed.leases
+
+    run(sqlite_url, body)
+
+
+def test_a_database_that_is_overwritten_is_not_written_on(sqlite_url: str) -> None:
+    """`cp FILE gpulease.db` under a running daemon: its log no longer fits to it, and no restart could read it."""
+    path = Path(sqlite_url.removeprefix("sqlite:///"))
+    copy = path.with_name("copy.db")
+
+    async def body(writer: Writer, _: FaultyStore) -> None:
+        await report(writer, gpus=2)
+        backup(sqlite_url, copy)
+        kept = await writer.submit(ask())
+        assert isinstance(kept, Lease)
+        shutil.copyfile(copy, path)
+        with pytest.raises(Unavailable, match="has been overwritten"):
+            await writer.submit(ask())
+        assert "stop the daemon" in (writer.problem or "")
         assert kept.id in writer.committed.leases
 
     run(sqlite_url, body)

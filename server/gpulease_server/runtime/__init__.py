@@ -48,7 +48,9 @@ What each failure does
 | reserve used up, I/O error, locked or read-only file | 503; renewals 200 | outage, until a commit succeeds |
 | a commit is recorded, its answer lost | 503 `outcome: unknown` | loaded again; the key gets the same lease |
 | the file is moved, and commits still succeed | 503 `outcome: unknown` | its inode shows it; outage until it is back |
+| it is overwritten in place | 503 | refused until a restart (`store.file_guard`) |
 | an older copy is put in its place | 503 | refused until the newer one is back, or a restart |
+| PostgreSQL fails over to a replica that lags | 503 | the same, found by `seq` at the next commit |
 | the ledger cannot be loaded | 503 | retried; logged once for each reason |
 | a decision breaks an invariant | 500 for the request that caused it | loaded again; one turn per request |
 | a bug during the commit | the outcome as recorded | loaded again; `seq` tells whether it was recorded |

@@ -81,6 +81,7 @@ def _skip_counters(partial: Path) -> None:
     try:
         with made.begin() as connection:
             connection.execute(update(tables.counter).values(value=tables.counter.c.value + COUNTER_SKIP))
+            connection.exec_driver_sql("PRAGMA user_version = 0")  # the stamp of `file_guard`
     finally:
         made.dispose()
 

@@ -1,19 +1,30 @@
-"""Detects that the file of an SQLite database was moved, removed or replaced."""
+"""Detects that the file of an SQLite database was moved, removed, replaced or overwritten."""
 
 from __future__ import annotations
 
+import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_server.store.ledger_store import StoreFailed
 
+STAMP_OFFSET, STAMP_BYTES = 60, 4
+"""Where the head of an SQLite file has its `user_version`."""
+
 
 class FileGuard:
-    """The file of an SQLite database, known by device and inode.
+    """The file of an SQLite database, known by device and inode, and by a stamp in its head.
 
     A file that is moved, removed or replaced stays open in this process: commits still succeed, into a file that no
     restart will read. So the path is checked after each commit. Other databases are not checked.
+
+    One that is overwritten (`cp`) keeps its inode, and commits still succeed, into a write-ahead log that no longer
+    fits to it. So each process stamps the file with a number of its own. It finds a copy from before its start, and one
+    of `gpulease db backup`, which has no stamp; not a copy that another program has made since.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -21,6 +32,11 @@ class FileGuard:
         name = engine.url.database
         self._file = Path(name).absolute() if engine.dialect.name == "sqlite" and name else None
         self._file_id: tuple[int, int] | None = None
+        self._stamp = secrets.randbelow(2**31 - 1) + 1
+        self._descriptor: int | None = None
+        """Never closed: closing any descriptor of a file releases all POSIX locks of the process on it."""
+        self._is_stamped = False
+        """True once the stamp was found in the file itself; before, it may be in the write-ahead log alone."""
 
     @property
     def locked(self) -> bool:
@@ -35,12 +51,36 @@ class FileGuard:
         found = self._current_id()
         if found != self._file_id:
             self._engine.dispose()  # connections to the former file
+            self._write_stamp(self._file)
             self._file_id = found
+        self._check_stamp()
 
     def check(self) -> None:
         """After a commit: raises `StoreFailed` if it went into a file that is no longer at this path."""
         if self._file is not None and self._current_id() != self._file_id:
             raise StoreFailed(f"The database {self._file} has been replaced by another file.", remedy="Put it back.")
+        self._check_stamp()
+
+    def _write_stamp(self, file: Path) -> None:
+        """Stamp a file. One that cannot be written is known by its inode alone."""
+        self._is_stamped, self._descriptor = False, None
+        with suppress(SQLAlchemyError, OSError):
+            with self._engine.connect() as connection:
+                connection.exec_driver_sql(f"PRAGMA user_version = {self._stamp}")
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
+            self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _check_stamp(self) -> None:
+        if self._descriptor is None:
+            return
+        found = int.from_bytes(os.pread(self._descriptor, STAMP_BYTES, STAMP_OFFSET), "big")
+        if found != self._stamp and self._is_stamped:
+            raise StoreFailed(
+                f"The database {self._file} has been overwritten while this daemon uses it; stop the daemon, delete the"
+                " -wal and -shm beside it, and restore a backup (docs/databases.md).",
+                remedy="Ask again.",
+            )
+        self._is_stamped = found == self._stamp
 
     def _current_id(self) -> tuple[int, int]:
         assert self._file is not None
