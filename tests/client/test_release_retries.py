@@ -236,7 +236,7 @@ def test_debts_are_told_to_their_own_daemon_only() -> None:
     DEBTS.add(debt)
     assert DEBTS.owed_to(at("http://b:1")) == [debt]
     assert not DEBTS.owed_to(at("http://c:1"))
-    assert not DEBTS.owed_to(at("http://b:1", token="of another user"))
+    assert not DEBTS.owed_to(at("http://b:1", token="of-another-user"))
 
 
 @pytest.mark.parametrize("wait_s", [float("nan"), -1.0])

@@ -120,9 +120,9 @@ def test_every_promise_is_kept_while_gpu_hours_and_a_token_are_limited() -> None
 
 @pytest.mark.budget(30)
 def test_every_promise_is_kept_while_a_token_has_a_budget() -> None:
-    outcome = simulate(19, steps=1000, token_budgets=True)
+    outcome = simulate(32, steps=1000, token_budgets=True)
 
-    assert outcome.complaints == [], "19 --steps 1000 --token-budgets"
+    assert outcome.complaints == [], "32 --steps 1000 --token-budgets"
     spent = [event["reason"] for event in outcome.log if event["kind"] == "lease.budget_spent"]
     assert all(any(what in reason for reason in spent) for what in ("may last are over", "GPU-hours a day"))
 
