@@ -197,11 +197,11 @@ def test_an_allocation_that_cannot_be_watched_for_want_of_descriptors_is_watched
     left: list[float | None] = []
     refused, real = [], os.pidfd_open
 
-    def pidfd_open(pid: int) -> int:
+    def pidfd_open(pid: int, flags: int = 0) -> int:
         if len(refused) < 2:
             refused.append(pid)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return real(pid)
+        return real(pid, flags)
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
     monkeypatch.setattr(allocations, "AGAIN_S", 0.01)
