@@ -368,8 +368,9 @@ class HeldLease:
 
     def _wait(self, seconds: float) -> float | None:
         """Wait; the time of waking, or None if the lease has ended. Notices if this thread was stopped meanwhile."""
-        due_at = time.monotonic() + max(0.0, seconds)
-        if self._stopped.wait(max(0.0, seconds)):
+        pause_s = min(max(0.0, seconds), threading.TIMEOUT_MAX)
+        due_at = time.monotonic() + pause_s
+        if self._stopped.wait(pause_s):
             return None
         woke_at = time.monotonic()
         if woke_at > due_at + LATE_WAKEUP_S:

@@ -180,6 +180,17 @@ def test_a_command_in_a_lease_ends_when_that_was_told_to_end_though_no_daemon_an
         assert told == [borrowed], "once, as it learns of it"
 
 
+def test_a_command_that_has_stopped_itself_ends_with_the_program(daemon: FakeDaemon, tmp_path: Path) -> None:
+    """As a shell in which `suspend` was typed, when its terminal is closed."""
+    place = tmp_path / "pid"
+    with started(daemon, "sh", "-c", f"trap 'exit 3' TERM; echo $$ > {place}; kill -STOP $$; exit 9") as program:
+        wait_until(lambda: place.exists() and place.read_text().endswith("\n"))
+        state = Path(f"/proc/{int(place.read_text())}/stat")
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(60) == 3
+
+
 def test_processes_left_behind_by_a_command_stay(daemon: FakeDaemon, tmp_path: Path, rank) -> None:
     words = [sys.executable, "-c", RANK, str(tmp_path / "rank")]
     with started(daemon, "sh", "-c", '"$@" & while ! [ -s "$4" ]; do sleep 0.01; done; exit 5', "sh", *words) as run:

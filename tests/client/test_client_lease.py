@@ -112,6 +112,13 @@ def test_a_lease_is_lost_in_time_even_if_renewing_raises_an_unexpected_error(cli
     assert "a defect" in caplog.text
 
 
+def test_a_lease_of_a_daemon_without_bounds_is_watched(client: Client) -> None:
+    with client.lease(1, ttl_s=1e300) as lease:
+        for thread in lease._threads:
+            thread.join(0.1)
+            assert thread.is_alive(), "no wait is too long for it"
+
+
 def test_closing_the_client_at_any_moment_loses_no_lease(
     daemon: FakeDaemon, client: Client, monkeypatch, until
 ) -> None:

@@ -37,6 +37,8 @@ from gpulease_protocol.host.process_id import ProcessId
 
 SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that end a process by default, and the guard must survive."""
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that also continue a command that is stopped, as shells do with their jobs."""
 NOT_STARTED = 126
 """Exit code where the command could not be started; the report says why."""
 LENGTH_BYTES = 8
@@ -181,6 +183,8 @@ def _end_everything(process: subprocess.Popen[bytes], wake_fd: int, grace_s: flo
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
     with suppress(PermissionError):  # under sudo it is another user's
         process.send_signal(number)
+        if number in ENDING:  # a shell in which `suspend` was typed would take it in only when it goes on
+            process.send_signal(signal.SIGCONT)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int | None:
