@@ -40,6 +40,7 @@ from typing import Literal, Protocol, TypeVar
 
 from gpulease.cuda import index_mask, ranks
 from gpulease.sansio.failover import Destination
+from gpulease.sansio.release_retries import is_answer
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import GpuleaseError, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.host.process_id import ProcessId
@@ -61,6 +62,8 @@ ORPHAN_CHECK_S = 1.0
 """How often a process that works for another checks that this one lives."""
 LATE_WAKEUP_S = 0.5
 """A thread that wakes later than this was stopped, and so was the other one."""
+
+KEEPS_TRYING = "this process keeps trying until a daemon answers"
 
 _held_leases: set[HeldLease] = set()
 
@@ -128,6 +131,8 @@ class HeldLease:
         self._ends_at_s = float("inf") if lease.ends_in_s is None else time.monotonic() + lease.ends_in_s
         self._resumed_at = float("-inf")
         """When a thread of this lease last noticed that it had been stopped."""
+        self._failure = ""
+        """Why the last renewal that failed did."""
         self._pid = os.getpid()
         self._stopped = threading.Event()
         # Reentrant, because a signal handler may call release() during release().
@@ -273,9 +278,8 @@ class HeldLease:
         try:
             self.release()
         except GpuleaseError as error:
-            LOG.warning(
-                "Lease %s was not released; this process keeps trying until a daemon answers: %s", self.id, error
-            )
+            then = "it lasts until its ttl or this process ends" if is_answer(error) else KEEPS_TRYING
+            LOG.warning("Lease %s was not released; %s: %s", self.id, then, error)
             return False
         return True
 
@@ -306,6 +310,7 @@ class HeldLease:
                 return
             except GpuleaseError as error:
                 LOG.debug("Lease %s could not be renewed: %s", self.id, error)
+                self._failure = f" {error}"
             except Exception:
                 LOG.exception("Lease %s could not be renewed; retrying until it is lost", self.id)
             jitter = random.uniform(0.8, 1.0)  # noqa: S311
@@ -353,7 +358,7 @@ class HeldLease:
     def _why_over(self, woke_at: float) -> str:
         """Why it is trusted no more."""
         if woke_at < self._ends_at_s:
-            return f"No renewal of lease {self.id} succeeded for its ttl of {self._lease.ttl_s:g} s."
+            return f"No renewal of lease {self.id} succeeded for its ttl of {self._lease.ttl_s:g} s.{self._failure}"
         if self._lease.preempt_at is not None:
             return "It was preempted, so that a request that waited can start."
         if self._lease.reclaim_at is not None:

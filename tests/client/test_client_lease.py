@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from gpulease import Client, DaemonUnavailable, InvalidRequest, NotNow
+from gpulease import Client, DaemonUnavailable, InvalidRequest, NotAuthenticated, NotNow
 from gpulease.lease import HeldLease
 from gpulease.sansio.direct_http import DirectHttp
 from gpulease.sansio.effects import Attempt
@@ -110,6 +110,27 @@ def test_a_lease_is_lost_in_time_even_if_renewing_raises_an_unexpected_error(cli
         monkeypatch.setattr(client, "send", fail)
         assert lease.lost.wait(30)
     assert "a defect" in caplog.text
+
+
+def test_a_holder_whose_token_is_revoked_hears_why_its_lease_is_lost_and_not_released(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    send = client.send
+
+    def refuse(call: endpoints.ApiCall[object], **bounds: float) -> object:
+        if "renew" in call.path or "release" in call.path:
+            raise NotAuthenticated("That token is not valid.")
+        return send(call, **bounds)
+
+    def refuse_release(*words: object, **bounds: float) -> object:
+        raise NotAuthenticated("That token is not valid.")
+
+    monkeypatch.setattr(client, "send", refuse)
+    monkeypatch.setattr(client, "release", refuse_release)
+    with client.lease(1, ttl_s=0.5) as lease:
+        assert lease.lost.wait(30)
+        assert "succeeded for its ttl of 0.5 s. That token is not valid." in str(lease.loss_reason)
+    assert "was not released; it lasts until its ttl or this process ends: That token is not valid." in caplog.text
 
 
 def test_a_lease_of_a_daemon_without_bounds_is_watched(client: Client) -> None:
