@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from gpulease_server.runtime.leadership.takeover import take_over, upgrade_alone
 from gpulease_server.store import backup as backup_module
 from gpulease_server.store import integrity_check
 from gpulease_server.store.backup import COUNTER_SKIP, BackupFailed, backup
@@ -116,6 +118,27 @@ def test_a_backup_can_be_made_before_an_upgrade(sqlite_url: str, tmp_path: Path)
     assert revisions(f"sqlite:///{file}")[0] == "0033"
     upgrade(f"sqlite:///{file}")
     assert check_database(f"sqlite:///{file}") == []
+
+
+def test_a_backup_beside_the_log_of_a_database_that_crashed_is_not_destroyed(sqlite_url: str, tmp_path: Path) -> None:
+    fill(sqlite_url)
+    copy = tmp_path / "copy.db"
+    backup(sqlite_url, copy)
+    for name in ("db", "db-wal"):
+        shutil.copyfile(copy, tmp_path / f"restored.{name}")  # what the log has in it is not looked at
+    restored = f"sqlite:///{tmp_path / 'restored.db'}"
+    store = Store(restored)
+    for use in (check_database, revisions, upgrade_alone, lambda url: take_over(store, url)):
+        with pytest.raises(DatabaseUnusable, match="the log beside it") as refused:
+            use(restored)
+        assert "Delete restored.db-wal and restored.db-shm" in refused.value.remedy
+    assert (tmp_path / "restored.db").read_bytes() == copy.read_bytes()
+    (tmp_path / "restored.db-wal").unlink()
+    take_over(store, restored)
+    store.write([], store.load())
+    assert (tmp_path / "restored.db-wal").stat().st_size > 0, "it is not closed, as after a crash"
+    take_over(store, restored)
+    store.close()
 
 
 def test_what_a_newer_version_wrote_is_left_to_it(sqlite_url: str) -> None:

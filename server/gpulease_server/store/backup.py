@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gpulease_server.store import tables
 from gpulease_server.store.database import DatabaseUnusable, connect, database_file, redacted, unusable_error
 from gpulease_server.store.dialects import sqlite_connection
+from gpulease_server.store.file_guard import BACKUP_STAMP
 from gpulease_server.store.integrity_check import check_database, check_file, require_file, revisions
 
 COUNTER_SKIP = 1_000_000_000
@@ -81,7 +82,7 @@ def _skip_counters(partial: Path) -> None:
     try:
         with made.begin() as connection:
             connection.execute(update(tables.counter).values(value=tables.counter.c.value + COUNTER_SKIP))
-            connection.exec_driver_sql("PRAGMA user_version = 0")  # the stamp of `file_guard`
+            connection.exec_driver_sql(f"PRAGMA user_version = {BACKUP_STAMP}")
     finally:
         made.dispose()
 

@@ -10,10 +10,55 @@ from pathlib import Path
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from gpulease_server.store.database import DatabaseUnusable
 from gpulease_server.store.ledger_store import StoreFailed
 
 STAMP_OFFSET, STAMP_BYTES = 60, 4
 """Where the head of an SQLite file has its `user_version`."""
+
+BACKUP_STAMP = 0x67706261
+"""The stamp of a copy that `gpulease db backup` has made, until a daemon starts on it."""
+
+
+def require_own_log(file: Path) -> None:
+    """Before SQLite opens this file: raise `DatabaseUnusable` if it is a backup beside a write-ahead log.
+
+    The log is that of the former database, after a crash. SQLite would apply it to the backup, and destroy it.
+    """
+    try:
+        is_left = file.with_name(f"{file.name}-wal").stat().st_size > 0
+    except OSError:
+        return
+    if is_left and _is_backup(file):
+        raise DatabaseUnusable(
+            f"{file} is a backup, and the log beside it is of the database that was there before.",
+            remedy=f"Delete {file.name}-wal and {file.name}-shm, then try again; see docs/databases.md.",
+        )
+
+
+def start_on_backup(engine: Engine, file: Path) -> None:
+    """Before the first write of a daemon: a backup becomes its database, and from then on has a log of its own. Raises
+    `DatabaseUnusable` or SQLAlchemyError."""
+    require_own_log(file)
+    if not _is_backup(file):
+        return
+    with engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA user_version = 0")
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
+    engine.dispose()
+    if _is_backup(file):
+        raise DatabaseUnusable(f"{file} is read by another program.", remedy="End that, then try again.")
+
+
+def _is_backup(file: Path) -> bool:
+    """True for a copy that no daemon has started on. Only while this process has no connection to the file: closing it
+    here releases all POSIX locks of the process on it."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(STAMP_OFFSET)
+            return int.from_bytes(opened.read(STAMP_BYTES), "big") == BACKUP_STAMP
+    except OSError:
+        return False
 
 
 class FileGuard:
@@ -24,7 +69,7 @@ class FileGuard:
 
     One that is overwritten (`cp`) keeps its inode, and commits still succeed, into a write-ahead log that no longer
     fits to it. So each process stamps the file with a number of its own. It finds a copy from before its start, and one
-    of `gpulease db backup`, which has no stamp; not a copy that another program has made since.
+    of `gpulease db backup`, which has `BACKUP_STAMP`; not a copy that another program has made since.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -24,6 +24,7 @@ from gpulease_server.store.database import (
     unusable_error,
 )
 from gpulease_server.store.dialects import SQLITE, error_message, snapshot
+from gpulease_server.store.file_guard import require_own_log
 from gpulease_server.store.migrations import differences
 
 MAX_FINDINGS = 50
@@ -44,9 +45,12 @@ def revisions(url: str) -> tuple[str | None, str]:
 
 
 def require_file(url: str) -> None:
-    """Raise `DatabaseUnusable` if the file is missing, since connecting would create it."""
+    """Raise `DatabaseUnusable` if the file is missing, since connecting would create it, or has the log of another."""
     file = database_file(url)
-    if file is None or file.is_file():
+    if file is None:
+        return
+    if file.is_file():
+        require_own_log(file)
         return
     if os.geteuid() != 0 and has_system_socket():
         detail = f"{file} does not exist: the daemon of this host is not yours."

@@ -9,6 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_server.runtime.leadership.lock import FileLock, acquire_or_raise, this_process, writer_lock
 from gpulease_server.store.database import database_file, is_newest, redacted, unusable_error, upgrade
+from gpulease_server.store.file_guard import require_own_log, start_on_backup
 from gpulease_server.store.ledger_store import Store
 
 log = logging.getLogger("gpulease.serve")
@@ -21,8 +22,10 @@ def take_over(store: Store, url: str) -> None:
         with contextlib.suppress(OSError):  # if this fails, the upgrade reports it
             file.touch(mode=0o600)
             file.chmod(0o600)  # it contains the environments of jobs
-    upgrade(url)
     try:
+        if file is not None:
+            start_on_backup(store.engine, file)
+        upgrade(url)
         store.fence.end_open_transaction()
         log.info("writing to %s in term %d", redacted(url), store.fence.take_over(this_process()))
     except SQLAlchemyError as error:
@@ -31,6 +34,9 @@ def take_over(store: Store, url: str) -> None:
 
 def upgrade_alone(url: str) -> None:
     """Upgrade the schema, unless a daemon works with the present one. Raises `AlreadyRunning` or `DatabaseUnusable`."""
+    file = database_file(url)
+    if file is not None:
+        require_own_log(file)
     if is_newest(url):
         return
     with contextlib.closing(writer_lock(url)) as lock:
