@@ -258,3 +258,20 @@ def test_a_damaged_file_is_found(sqlite_url: str, tmp_path: Path) -> None:
     content[4096 * 3 : 4096 * 6] = b"\xaa" * 4096 * 3
     file.write_bytes(content)
     assert check_database(sqlite_url)
+
+
+def test_a_check_leaves_the_locks_of_its_own_process(tmp_path: Path) -> None:
+    """Without them another program that closes the database removes the log that this one writes to."""
+    url = f"sqlite:///{tmp_path / 'gpulease.db'}"
+    upgrade(url)
+    engine = connect(url)
+    with engine.connect() as connection:
+        connection.exec_driver_sql("UPDATE counter SET value = value")
+        connection.commit()
+        assert check_database(url) == []
+        program = (
+            "import sqlite3, sys; one = sqlite3.connect(sys.argv[1]); one.execute('SELECT * FROM counter'); one.close()"
+        )
+        subprocess.run([sys.executable, "-c", program, tmp_path / "gpulease.db"], check=True, timeout=60)
+        assert (tmp_path / "gpulease.db-wal").exists()
+    engine.dispose()

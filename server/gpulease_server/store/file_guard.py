@@ -51,14 +51,28 @@ def start_on_backup(engine: Engine, file: Path) -> None:
 
 
 def _is_backup(file: Path) -> bool:
-    """True for a copy that no daemon has started on. Only while this process has no connection to the file: closing it
-    here releases all POSIX locks of the process on it."""
+    """True for a copy that no daemon has started on."""
     try:
-        with file.open("rb") as opened:
-            opened.seek(STAMP_OFFSET)
-            return int.from_bytes(opened.read(STAMP_BYTES), "big") == BACKUP_STAMP
+        return _stamp_in(_descriptor_of(file)) == BACKUP_STAMP
     except OSError:
         return False
+
+
+_descriptors: dict[tuple[int, int], int] = {}
+"""By device and inode; never closed: closing any descriptor of a file releases all POSIX locks of the process on it.
+Another process that closes the database would then remove the write-ahead log of the connections here."""
+
+
+def _descriptor_of(file: Path) -> int:
+    found = file.stat()
+    key = found.st_dev, found.st_ino
+    if key not in _descriptors:
+        _descriptors[key] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    return _descriptors[key]
+
+
+def _stamp_in(descriptor: int) -> int:
+    return int.from_bytes(os.pread(descriptor, STAMP_BYTES, STAMP_OFFSET), "big")
 
 
 class FileGuard:
@@ -79,7 +93,6 @@ class FileGuard:
         self._file_id: tuple[int, int] | None = None
         self._stamp = secrets.randbelow(2**31 - 1) + 1
         self._descriptor: int | None = None
-        """Never closed: closing any descriptor of a file releases all POSIX locks of the process on it."""
         self._is_stamped = False
         """True once the stamp was found in the file itself; before, it may be in the write-ahead log alone."""
 
@@ -113,12 +126,12 @@ class FileGuard:
             with self._engine.connect() as connection:
                 connection.exec_driver_sql(f"PRAGMA user_version = {self._stamp}")
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
-            self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = _descriptor_of(file)
 
     def _check_stamp(self) -> None:
         if self._descriptor is None:
             return
-        found = int.from_bytes(os.pread(self._descriptor, STAMP_BYTES, STAMP_OFFSET), "big")
+        found = _stamp_in(self._descriptor)
         if found != self._stamp and self._is_stamped:
             raise StoreFailed(
                 f"The database {self._file} has been overwritten while this daemon uses it; stop the daemon, delete the"
