@@ -266,12 +266,10 @@ def test_a_check_leaves_the_locks_of_its_own_process(tmp_path: Path) -> None:
     upgrade(url)
     engine = connect(url)
     with engine.connect() as connection:
-        connection.exec_driver_sql("UPDATE counter SET value = value")
-        connection.commit()
+        connection.exec_driver_sql("PRAGMA user_version = 7")
         assert check_database(url) == []
-        program = (
-            "import sqlite3, sys; one = sqlite3.connect(sys.argv[1]); one.execute('SELECT * FROM counter'); one.close()"
-        )
-        subprocess.run([sys.executable, "-c", program, tmp_path / "gpulease.db"], check=True, timeout=60)
+        closes = "import sqlite3, sys; a = sqlite3.connect(sys.argv[1]); print(*a.execute(sys.argv[2])); a.close()"
+        command = [sys.executable, "-c", closes, tmp_path / "gpulease.db", "PRAGMA user_version"]
+        subprocess.run(command, check=True, timeout=60)
         assert (tmp_path / "gpulease.db-wal").exists()
     engine.dispose()
