@@ -150,6 +150,15 @@ def test_a_failed_commit_refuses_its_callers_and_loses_nothing(database_url: str
     run(database_url, body)
 
 
+async def refuses_what_is_older(writer: Writer) -> None:
+    """The next commit finds an older database, and the writer does not go on with it."""
+    with pytest.raises(Unavailable, match="lacks what was written"):
+        await writer.submit(ask())
+    while "older than this daemon's answers" not in (writer.problem or ""):
+        assert writer.problem is not None, "it goes on without the lease"
+        await asyncio.sleep(0.01)
+
+
 def test_an_older_copy_is_not_taken_for_the_database_where_a_commit_has_reached_it(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,11 +178,7 @@ def test_an_older_copy_is_not_taken_for_the_database_where_a_commit_has_reached_
         for end in ("-wal", "-shm"):
             path.with_name(path.name + end).unlink(missing_ok=True)
         copy.replace(path)
-        with pytest.raises(Unavailable, match="lacks what was written"):
-            await writer.submit(ask())
-        while "older than this daemon's answers" not in (writer.problem or ""):
-            assert writer.problem is not None, "it goes on without the lease"
-            await asyncio.sleep(0.01)
+        await refuses_what_is_older(writer)
         assert kept.id in writer.committed.leases
 
     run(sqlite_url, body)
@@ -211,11 +216,7 @@ def test_an_older_content_is_not_taken_for_the_ledger_although_the_file_and_ever
             kept = await writer.submit(ask())
             assert isinstance(kept, Lease)
             old.backup(live)
-        with pytest.raises(Unavailable, match="lacks what was written"):
-            await writer.submit(ask())
-        while "older than this daemon's answers" not in (writer.problem or ""):
-            assert writer.problem is not None, "it goes on without the lease"
-            await asyncio.sleep(0.01)
+        await refuses_what_is_older(writer)
         assert kept.id in writer.committed.leases
 
     run(sqlite_url, body)
