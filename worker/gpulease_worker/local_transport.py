@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from http import HTTPStatus
 from urllib.parse import urlencode, urlsplit
 
 from gpulease.sansio.effects import Attempt, Flow, FlowDriver, NotConnected, Response, ResponseLost, Result, Sleep
 from gpulease.sansio.failover import Destination
+from gpulease.sansio.http1 import MAX_LINE_BYTES, BadResponseError, Reading, ResponseReader, request_bytes
 from gpulease.sansio.http_requests import (
     MAX_RESPONSE_BYTES,
     encoded_body,
@@ -26,8 +26,6 @@ from gpulease.sansio.server_check import check_server
 from gpulease.sansio.tls_errors import may_speak_tls, speaks_tls, use_https
 from gpulease_protocol.host.addresses import Address
 
-MAX_HEAD_BYTES = 2**16
-"""Longest line and most headers of a response."""
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -94,9 +92,9 @@ class LocalTransport:
             writer.write(request)
             await writer.drain()
             response, is_kept = await _read_response(reader)
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+        except (OSError, ValueError, BadResponseError) as error:  # ValueError: a line that does not end
             writer.transport.abort()
-            raise ResponseLost(_reason(error)) from error
+            raise ResponseLost(error_reason(error)) from error
         except BaseException:  # cancelled: its response is still to come
             writer.transport.abort()
             raise
@@ -120,11 +118,11 @@ class LocalTransport:
         try:
             async with asyncio.timeout(attempt.connect_timeout_s):
                 if address.socket is not None:
-                    reader, writer = await asyncio.open_unix_connection(str(address.socket), limit=MAX_HEAD_BYTES)
+                    reader, writer = await asyncio.open_unix_connection(str(address.socket), limit=MAX_LINE_BYTES)
                 else:
                     parts = urlsplit(address.origin)
                     host, port = str(parts.hostname), parts.port or 80
-                    reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD_BYTES)
+                    reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
         except TimeoutError as error:
             raise NotConnected("timed out") from error
         except OSError as error:
@@ -137,76 +135,35 @@ class LocalTransport:
         return reader, writer
 
     def _request(self, attempt: Attempt) -> bytes:
-        call, parts, body = attempt.call, urlsplit(attempt.address.origin), encoded_body(attempt.call) or b""
+        call, parts = attempt.call, urlsplit(attempt.address.origin)
         query = f"?{urlencode(call.query)}" if call.query else ""
-        lines = [f"{call.method} {parts.path}{call.path}{query} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}"]
-        lines += [f"{name}: {value}" for name, value in headers(call, self._destination.bearer_token).items()]
-        return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+        host, target = parts.netloc.rpartition("@")[2], f"{parts.path}{call.path}{query}"
+        values = headers(call, self._destination.bearer_token)
+        return request_bytes(call.method, host, target, values, encoded_body(call))
 
 
 async def _read_response(reader: asyncio.StreamReader) -> tuple[Response, bool]:
-    """The response, and whether the connection is open for another one. Raises OSError, EOFError, ValueError."""
-    version, number, *_ = (await _line(reader)).split(maxsplit=2)
-    if not version.startswith("HTTP/1.") or not number.isdecimal() or int(number) < 200:
-        raise ValueError("its response is not HTTP")
-    fields: dict[str, str] = {}
-    size = 0
-    while line := await _line(reader):
-        size += len(line)
-        if size > MAX_HEAD_BYTES:
-            raise ValueError("its response has too many headers")
-        name, _, value = line.partition(":")
-        fields[name.strip().lower()] = value.strip()
-    has_length = "content-length" in fields
-    if fields.get("transfer-encoding", "").lower() == "chunked":
-        content = await _read_chunks(reader)
-        has_length = True
-    elif has_length:
-        content = await reader.readexactly(_checked(int(fields["content-length"])))
-    else:
-        content = await _read_to_end(reader)
-    status = int(number)
-    reason = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else ""
-    response = Response(
-        status, reason, content, retry_after_s(fields.get("retry-after", "")), fields.get("gpulease-as-of")
-    )
-    is_kept = has_length and version == "HTTP/1.1" and fields.get("connection", "").lower() != "close"
-    return response, is_kept
+    """The response, and whether the connection can be used for another call. Raises OSError, ValueError,
+    BadResponseError."""
+    response, pieces, size = ResponseReader(), [], 0
+    await _run(response.head(), reader)
+    while piece := await _run(response.piece(2**16), reader):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_RESPONSE_BYTES:
+            raise BadResponseError(f"its response is larger than {MAX_RESPONSE_BYTES} bytes")
+    wait_s, as_of = retry_after_s(response.headers.get("retry-after", "")), response.headers.get("gpulease-as-of")
+    return Response(response.status, response.reason, b"".join(pieces), wait_s, as_of), response.keeps_open
 
 
-async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
-    parts, total = [], 0
-    while part := await reader.read(2**16):
-        total = _checked(total + len(part))
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
-    chunks, total = [], 0
-    while size := int((await _line(reader)).partition(";")[0], 16):
-        total = _checked(total + size)
-        chunks.append(await reader.readexactly(size))
-        await _line(reader)
-    while await _line(reader):  # trailers
-        pass
-    return b"".join(chunks)
-
-
-async def _line(reader: asyncio.StreamReader) -> str:
-    return (await reader.readuntil(b"\r\n"))[:-2].decode("latin-1")
-
-
-def _checked(size: int) -> int:
-    if not 0 <= size <= MAX_RESPONSE_BYTES:
-        raise ValueError(f"its response is larger than {MAX_RESPONSE_BYTES} bytes")
-    return size
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, EOFError):
-        return "its response broke off"
-    return error_reason(error)
+async def _run(reading: Reading[Result], reader: asyncio.StreamReader) -> Result:
+    try:
+        wanted = next(reading)
+        while True:
+            wanted = reading.send(await (reader.read(wanted) if wanted else reader.readline()))
+    except StopIteration as end:
+        result: Result = end.value
+        return result
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import urlencode, urlsplit
 
 from gpulease.sansio.effects import Attempt, NotConnected, Response, ResponseLost
 from gpulease.sansio.failover import Destination
-from gpulease.sansio.http1 import BadResponseError, HttpResponse, send_request
+from gpulease.sansio.http1 import BadResponseError, HttpResponse, request_bytes
 from gpulease.sansio.http_requests import encoded_body, error_reason, headers, not_utf_8, retry_after_s
 from gpulease.sansio.server_check import check_server
 from gpulease_protocol.host.addresses import Address
@@ -57,7 +57,7 @@ class DirectHttp:
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # it may have refused a long body with an answer
                 values = headers(call, self._destination.bearer_token)
-                send_request(connection, call.method, self._host, target, values, body)
+                connection.sendall(request_bytes(call.method, self._host, target, values, body))
             return ArrivingResponse(self, connection, HttpResponse(connection))
         except (OSError, BadResponseError) as error:
             connection.close()
