@@ -139,13 +139,13 @@ class OwnerReport(Noun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedGpu(Noun):
-    """A GPU of the node that its worker does not offer for leases, because another worker of the host has claimed it:
-    a GPU is in the ledger of one daemon."""
+    """A GPU of the node that its worker does not offer for leases, because another worker of the host has claimed it (a
+    GPU is in the ledger of one daemon), or because a job runs on it that another database ordered."""
 
     device: Device
     """The GPU."""
     reason: str
-    """Who has claimed it, or why it could not be claimed; follows "GPU 0 of gpubox is unknown: "."""
+    """Who has claimed it, why it could not be claimed, or which job; follows "GPU 0 of gpubox is unknown: "."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class NodeReport(Noun):
     gpus: tuple[GpuReading, ...] = ()
     """Every GPU of the node that this worker has claimed, read after `ticket` arrived."""
     claimed_elsewhere: tuple[ClaimedGpu, ...] = ()
-    """Every other GPU of the node: it is known, and never granted."""
+    """Every other GPU of the node, also one on which a job of another database runs: it is known, and never granted."""
     links: tuple[GpuLink, ...] = ()
     """How its GPUs are connected, each pair once; a pair of which the driver tells nothing is left out."""
     driver_version: str | None = None
@@ -367,6 +367,8 @@ class DesiredState(Noun):
     """True when the next reading must be complete; false when the answer only came because its time ran out."""
     takes_partial: bool = False
     """True when the daemon takes partial reports, and knows those that repeat a reading."""
+    database_id: str | None = None
+    """Tells the daemon's database from all others, its own backups included; null for one that is a release older."""
     daemon_address: str | None = None
     """IP address at which other hosts reach the daemon, for a worker that reaches it without one; null where it
     listens on loopback alone."""
@@ -376,7 +378,8 @@ class DesiredState(Noun):
     """True while an administrator wants NVML closed: the probe process ends, and the worker reports `PAUSED`."""
     jobs: tuple[JobOrder, ...] = ()
     """Every job that should run, or stop, here. A job that the worker knows and that is missing here is to be stopped
-    at once if it still runs, and forgotten (its logs kept)."""
+    at once if it still runs, and forgotten (its logs kept). One that was last ordered from another database goes on,
+    because this daemon has not decided its end. Its GPUs are in `claimed_elsewhere` until it ends."""
     owners: tuple[LeaseOwner, ...] = ()
     """Every process to watch, each once however many leases it owns; those of queued leases too. One that is missing
     here is no longer to be watched."""

@@ -28,6 +28,7 @@ from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.leadership.status import LeadershipStatus
 from gpulease_server.runtime.reading_age import DesiredStateTickets
+from gpulease_server.store import fencing
 from gpulease_server.store.database import upgrade
 from tests.runtime.faults import FaultyStore, report, writing
 
@@ -205,6 +206,7 @@ async def _converse(
 
     patch.setattr(request_log, "SLOW_S", float("inf"))  # which request a busy machine delays is chance
     patch.setattr(ids, "new_id", new_id)
+    patch.setattr(fencing, "new_database_id", lambda: "database-1")
     patch.setattr(ids, "first_ticket", itertools.count(1000).__next__)
     patch.setattr(ids, "new_bearer_token", lambda token_id: f"{token_id}.secret")
     moment = Clock()

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.daemon import DaemonProcess, daemon, events, eventually, workers_of
 from tests.databases import PASSWORD, PostgresServer
+from tests.worker.build import kill, living
 
 pytestmark = pytest.mark.slow
 WITHIN_S = 60
@@ -166,6 +168,49 @@ def test_a_backup_restores_to_a_working_daemon_with_the_leases_in_it(tmp_path: P
         assert events(restored)[-1]["seq"] > seen
         renewed = restored.call("POST", f"/v1/leases/{kept['id']}/renew", {"token": kept["token"]})
         assert renewed.status == 200
+
+
+@pytest.mark.parametrize("restored", [False, True], ids=["an empty one", "a backup"])
+def test_a_job_outlives_the_database_that_it_was_ordered_from(tmp_path: Path, restored: bool) -> None:
+    """Its GPU is leased to no one until it ends. A job that the backup knows is the restored daemon's own."""
+    file, options = tmp_path / "other.db", ("--simulate", "3", "--node", "n1")
+    (tmp_path / "d").mkdir()
+    with daemon(tmp_path, *options) as running:
+        known = running.submit("sleep", "600", gpus=1)
+        first = running.wait_job(known, "running")
+        if restored:
+            assert gpulease("db", "backup", str(file), "--data-dir", str(running.data_dir)).returncode == 0
+        job_id = running.submit("sleep", "600", gpus=1)
+        job = running.wait_job(job_id, "running")
+        running.stop()
+        other = DaemonProcess(running.data_dir, *options, "--database-url", f"sqlite:///{file}")
+        other.start()
+        try:
+            uuid = job["gpus"][0]["uuid"]
+
+            def shown() -> dict[str, Any]:
+                return next(one for one in other.gpus() if one["uuid"] == uuid)
+
+            eventually(lambda: f"job {job_id} runs on it" in str(shown().get("reason")), WITHIN_S, other.story)
+            assert shown()["state"] == "unknown"
+            assert len(living(job["lease_id"])) == 1, other.story()
+            mine = other.request_lease(1, wait_s=30)
+            assert uuid not in {gpu["uuid"] for gpu in mine["gpus"]}
+            waits = other.request_lease(3 if restored else 2)
+            assert waits["state"] == "queued"
+            if restored:
+                assert other.call("POST", f"/v1/jobs/{known}/cancel").status == 200
+                assert other.wait_job(known)["state"] == "cancelled"
+            other.release(mine)
+            (pid,) = living(job["lease_id"])
+            kill(pid)
+            other.wait_active(waits["id"])
+            assert (shown()["state"], shown()["lease_id"]) == ("leased", waits["id"])
+        finally:
+            other.end_everything()
+            other.stop()
+            for pid in living(first["lease_id"]) | living(job["lease_id"]):
+                kill(pid)
 
 
 def test_current_says_whether_the_schema_is_the_newest(tmp_path: Path, postgres: PostgresServer) -> None:

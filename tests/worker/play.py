@@ -27,12 +27,14 @@ class Worker:
         self.running.append(self)
         self.jobs.recover()
 
-    async def until(self, orders: Sequence[JobOrder], state: RunState) -> tuple[JobReport, ...]:
+    async def until(
+        self, orders: Sequence[JobOrder], state: RunState, database_id: str | None = None
+    ) -> tuple[JobReport, ...]:
         """Follow the orders until every job is in a state."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 self.changed.clear()
-                self.jobs.reconcile(orders)
+                self.jobs.reconcile(orders, database_id)
                 reports = self.jobs.reports()
                 if len(reports) == len(orders) and all(report.state is state for report in reports):
                     return reports

@@ -78,7 +78,8 @@ What must always hold
   (`jobs.supervisor_watch`).
 - `exit.json` exists only when no process of the job is alive, not even one that hangs in the kernel.
 - A signal goes to exactly the intended process: by pidfd, checked against pid and start time; never by pid alone.
-- A job that the daemon does not order does not run.
+- A job that the daemon does not order does not run, unless another database ordered it: an empty one, or a restored
+  backup, has not decided that it ends. Then none of its GPUs is offered for leases (`gpu_claims.set_aside`).
 - A reading named after a ticket was begun, in all that a grant rests on, after the answer with that ticket had arrived.
 - What the driver cannot tell is None, never 0; an unreadable process list is not an empty one.
 

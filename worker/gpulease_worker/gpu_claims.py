@@ -35,7 +35,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from gpulease_protocol.gpu_uuid import canonical_uuid
 from gpulease_protocol.lazy_dataclass import dataclass
@@ -81,6 +81,20 @@ class _Other:
     """When it was last seen to have it."""
 
 
+def set_aside(
+    gpus: tuple[GpuReading, ...], others: tuple[ClaimedGpu, ...], reasons: Mapping[str, str]
+) -> tuple[tuple[GpuReading, ...], tuple[ClaimedGpu, ...]]:
+    """The GPUs of this worker without those that have a reason, by UUID, not to be leased; and all others."""
+    kept = tuple(_claimed(gpu, reasons[gpu.uuid]) for gpu in gpus if gpu.uuid in reasons)
+    return tuple(gpu for gpu in gpus if gpu.uuid not in reasons), (*others, *kept)
+
+
+def _claimed(gpu: GpuReading, reason: str) -> ClaimedGpu:
+    return ClaimedGpu(
+        device=Device(**{name: getattr(gpu, name) for name in Device.__dataclass_fields__}), reason=reason
+    )
+
+
 class GpuClaims:
     """The claims of this process. Everything is freed when the process ends, or by `close`.
 
@@ -106,8 +120,7 @@ class GpuClaims:
             if why is None:
                 claimed.append(gpu)
             else:
-                device = Device(**{name: getattr(gpu, name) for name in Device.__dataclass_fields__})
-                others.append(ClaimedGpu(device=device, reason=why))
+                others.append(_claimed(gpu, why))
         self._log_changes({one.device.uuid: one.reason for one in others})
         for listener in self._claims.values():
             abstract_socket.answer(listener)

@@ -29,7 +29,7 @@ from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED, DesiredState, 
 from gpulease_worker.allocation import MIN_LEAVE_S, allocation_of, grace_within
 from gpulease_worker.desired_state import read_desired_state
 from gpulease_worker.drain_pace import DrainPace
-from gpulease_worker.gpu_claims import GpuClaims
+from gpulease_worker.gpu_claims import GpuClaims, set_aside
 from gpulease_worker.host_faults import HostFaults, is_of_host
 from gpulease_worker.jobs import listening_ports
 from gpulease_worker.jobs.fence import ContactFile, since_boot_s
@@ -231,7 +231,7 @@ class WorkerLoop:
         with self._faults.noted("watching the owners of leases"):
             self._owners.watch(desired.owners)
         with self._faults.noted("starting and stopping jobs"):
-            self._jobs.reconcile(desired.jobs)
+            self._jobs.reconcile(desired.jobs, desired.database_id)
         with self._faults.noted("sending logs"):
             self._logs.reconcile(desired.log_requests)
         with self._faults.noted("looking after leases"):
@@ -326,8 +326,7 @@ class WorkerLoop:
 
         It shows all of them, because the scan of open files is for all: what it found would be lost.
         """
-        desired, is_due = self._desired, self._has_released
-        self._has_released = False
+        desired, is_due, self._has_released = self._desired, self._has_released, False
         if desired is None or not is_due:
             return None
         leases, draining = self._node_leases(desired)
@@ -337,6 +336,7 @@ class WorkerLoop:
         gpus = () if reading is None else tuple(gpu for gpu in reading.gpus if gpu.opened_by is not None)
         if self._settings.simulate is None:
             gpus = tuple(gpu for gpu in gpus if self._claims.has(gpu.uuid))
+        gpus, _ = set_aside(gpus, (), self._jobs.kept_gpus())
         if not gpus:
             return None  # the scan of open files takes longer: they drain until it has ended
         return NodeReport(
@@ -352,7 +352,6 @@ class WorkerLoop:
 
     async def _report(self) -> NodeReport:
         desired = self._desired
-        ticket = desired.ticket if desired else None
         taken = await self._read(desired)
         reading = taken.reading
         if reading.whole and reading.problem is None:
@@ -364,12 +363,13 @@ class WorkerLoop:
         self._ports_in_use = listening_ports.in_use(self._ports_in_use)
         simulated = self._settings.simulate is not None
         shown = self._shown.of(reading.gpus)
-        gpus, others = (shown, ()) if simulated else self._claims.claim(shown)
+        own = (shown, ()) if simulated else self._claims.claim(shown)
+        gpus, others = set_aside(*own, self._jobs.kept_gpus())
         return NodeReport(
             worker_id=self._worker_id,
             host=socket.gethostname(),
             ticket=self._complete_ticket,
-            seen=ticket,
+            seen=desired.ticket if desired else None,
             reading_ticket=taken.ticket if reading.problem is None else None,
             reread=reading.reread,
             problem=reading.problem,

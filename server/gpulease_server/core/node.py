@@ -279,6 +279,7 @@ def desired_state(
     ticket: int,
     daemon_address: str | None = None,
     log_requests: tuple[LogRequest, ...] = (),
+    database_id: str | None = None,
 ) -> DesiredState:
     """Everything that should be true on a node. What the ledger does not know of it is given."""
     held: dict[str, list[GpuRecord]] = {}
@@ -298,6 +299,7 @@ def desired_state(
     return DesiredState(
         ticket=ticket,
         takes_partial=True,
+        database_id=database_id,
         daemon_address=daemon_address,
         leases=leases,
         paused=paused,

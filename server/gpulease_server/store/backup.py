@@ -13,7 +13,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from sqlalchemy import update
+from sqlalchemy import inspect, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_server.store import tables
@@ -82,6 +82,8 @@ def _skip_counters(partial: Path) -> None:
     try:
         with made.begin() as connection:
             connection.execute(update(tables.counter).values(value=tables.counter.c.value + COUNTER_SKIP))
+            if any(column["name"] == "database_id" for column in inspect(connection).get_columns("writer")):
+                connection.execute(update(tables.writer).values(database_id=None))
             connection.exec_driver_sql(f"PRAGMA user_version = {BACKUP_STAMP}")
     finally:
         made.dispose()

@@ -13,6 +13,7 @@ that waits for a transaction under way, and fences off one that is still to come
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -48,6 +49,11 @@ _SESSIONS = 64
 """Sessions that a writer remembers; more than it has at a time."""
 
 
+def new_database_id() -> str:
+    """64 random bits, which no other database has."""
+    return secrets.token_hex(8)
+
+
 class StoreFailed(Unavailable):
     """A turn could not be committed. Nothing of it was written, unless only the answer to the commit was lost."""
 
@@ -71,6 +77,8 @@ class WriterFence:
         self.on_superseded = on_superseded
         self.term: int | None = None
         """The term that the row must have; None before `take_over`."""
+        self.database_id: str | None = None
+        """Tells the database from all others, see `tables.writer`; None before `take_over`."""
         self._first_term: int | None = None
         self._in_doubt = False
         self._proof = statement_text(engine, _PROOF)
@@ -89,13 +97,17 @@ class WriterFence:
         Raises SQLAlchemyError. The caller must hold the lock: the former writer, if it still runs, ends.
         """
         table = tables.writer
-        raised = (
-            update(table)
-            .where(_ROW)
-            .values(term=table.c.term + 1, first_term=table.c.term + 1, name=name[:255], since=func.now())
-        )
+        values = {
+            "term": table.c.term + 1,
+            "first_term": table.c.term + 1,
+            "name": name[:255],
+            "since": func.now(),
+            "database_id": func.coalesce(table.c.database_id, new_database_id()),
+        }
+        raised = update(table).where(_ROW).values(values).returning(table.c.term, table.c.database_id)
+        term: int
         with self._engine.begin() as connection:
-            term: int = connection.execute(raised.returning(table.c.term)).scalar_one()
+            term, self.database_id = connection.execute(raised).one()
         self.term = self._first_term = term
         self._in_doubt = False
         return term

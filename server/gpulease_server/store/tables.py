@@ -314,9 +314,11 @@ writer = Table(
     Column("name", String(255), nullable=False),
     Column("since", UtcDateTime, nullable=False),
     Column("job_token_key", String(64)),
+    Column("database_id", String(16)),
 )
 """One row, of id 1: the daemon that may write. `first_term` is its term at the takeover. See `store.fencing`.
-`job_token_key` is the key of `runtime.job_tokens`; null until a daemon needs one."""
+`job_token_key` is the key of `runtime.job_tokens`; null until a daemon needs one. `database_id` is given at the first
+takeover, and new to each backup: by it a worker knows whether the jobs that it runs were ordered from here."""
 
 
 def complete_for_postgresql() -> None:

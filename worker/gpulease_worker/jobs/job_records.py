@@ -6,6 +6,7 @@ JOB_DIR/            mode 0700, as the environment in order.json may hold secrets
   start.json        the supervisor and the launcher        written by the supervisor, before and after it launches
   go                all nodes of the job are prepared      written by the worker, then SIGUSR1 to the supervisor
   stop.json         an order to stop                       written by the worker, then SIGTERM to the supervisor
+  database.json     the daemon's database has changed      written by the worker
   stuck.json        processes that survive SIGKILL         written by the holder of the lock
   exit.json         how it ended                           written by the holder of the lock, once
   forgotten         the daemon no longer orders this job   written by the worker
@@ -36,12 +37,21 @@ from gpulease_protocol.model import Noun
 
 ORDER, START, STOP, UNKILLABLE, EXIT = "order.json", "start.json", "stop.json", "stuck.json", "exit.json"
 FORGOTTEN, LOGS, WORK, LOCK, GO = "forgotten", "logs", "work", "lock", "go"
+DATABASE = "database.json"
 NOTIFY_LOG = "notify.log"
 """Beside the job's logs: what its `notify` command printed, or why a URL was not told."""
 RESERVED_BYTES = 32768
 """Space for one record: a traceback of 4,096 characters and a reason of 1,200, six bytes each, and the rest."""
 
 Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseRecord(Noun):
+    """From where a job was last ordered, where that is not as in its `order.json`: `database.json`."""
+
+    database_id: str
+    """As in `DesiredState`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

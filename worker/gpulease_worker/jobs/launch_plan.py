@@ -70,6 +70,10 @@ class LaunchPlan(Noun):
     """End it after so long without an answer of a daemon, as in `JobSpec`."""
     gang: GangPlace | None = None
     """This node's part of a job on several nodes; null for a job on this node alone."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of its GPUs here."""
+    database_id: str | None = None
+    """The daemon's database when it was ordered first, as in `DesiredState`."""
 
     @property
     def uid(self) -> int:
@@ -131,6 +135,7 @@ def plan_launch(
     return LaunchPlan(
         job_id=order.job_id,
         lease_id=order.lease_id,
+        gpus=order.gpus,
         argv=launcher_argv.argv(order, interpreter, logs),
         environment=environment(order, own, url, account, ca_file) | gang_variables(order, interface),
         working_directory=spec.working_directory or str(work),

@@ -33,6 +33,12 @@ class LocalJob:
     """The user of its processes; NO_USER while its order is unreadable."""
     part: int | None = None
     """Rank of this node in a job on several nodes; None for a job on one, and while its order is unreadable."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of its GPUs here; none while its order is unreadable, or of an older release."""
+    database_id: str | None = None
+    """The daemon's database from which it was last ordered; None while that is not known."""
+    kept: str | None = None
+    """Why it goes on although its daemon does not order it; None as long as it does."""
     start: job_records.StartRecord | None = None
     exit: job_records.ExitRecord | None = None
     unkillable: job_records.UnkillableRecord | None = None
@@ -90,8 +96,40 @@ class LocalJob:
         if self.lease_id is None:
             plan = job_records.read(self.directory, job_records.ORDER, LaunchPlan)
             if plan is not None:
-                self.lease_id, self.uid = plan.lease_id, plan.uid
-                self.part = plan.part
+                self.take(plan)
+                last = job_records.read(self.directory, job_records.DATABASE, job_records.DatabaseRecord)
+                self.database_id = self.database_id if last is None else last.database_id
+
+    def take(self, plan: LaunchPlan) -> None:
+        """Take what its order says of it."""
+        self.lease_id, self.uid, self.part, self.gpus = plan.lease_id, plan.uid, plan.part, plan.gpus
+        self.database_id = plan.database_id
+
+    def note_origin(self, gpus: tuple[str, ...], database_id: str | None) -> None:
+        """Remember on which GPUs and from which database it is ordered now."""
+        self.gpus, self.kept = gpus, None
+        if database_id is None or database_id == self.database_id:
+            return
+        self.database_id = database_id
+        try:
+            job_records.write(self.directory, job_records.DATABASE, job_records.DatabaseRecord(database_id=database_id))
+        except OSError as error:
+            self.log_error(f"the database that it is ordered from is not on disk: {error}")
+
+    def is_of_another(self, database_id: str | None) -> bool:
+        """True if it was last ordered from another database than this one."""
+        return None not in (self.database_id, database_id) and self.database_id != database_id
+
+    def keep_on(self) -> None:
+        """Let it run although its daemon does not order it, and say so once."""
+        if self.kept is None:
+            self.kept = f"job {self.name} runs on it, which was ordered from another database than the daemon's"
+            log.warning(
+                "job %s runs here, and was ordered from another database than the daemon's: it goes on, and its GPUs"
+                " are not leased until it ends%s",
+                self.name,
+                f" (kill {self.start.supervisor.pid} ends it)" if self.start else "",
+            )
 
     def release_lock(self) -> None:
         """Release the lock of the directory, if this worker holds it."""

@@ -79,6 +79,8 @@ class JobReconciler:
         self._keep = keep
         self._may_leave = may_leave
         self._leaves = False
+        self._database_id: str | None = None
+        """The daemon's database, as in its last answer."""
         self._supervisors = SupervisorWatcher(changed)
         self._remover = DirectoryRemover()
         self._jobs: dict[str, LocalJob] = {}
@@ -128,8 +130,10 @@ class JobReconciler:
         """True when no job runs, and the end of each is on disk."""
         return all(job.exit is not None and job.lock is None for job in self._jobs.values())
 
-    def reconcile(self, orders: Sequence[JobOrder]) -> bool:
-        """Start the ordered jobs; stop those ordered to stop and those not ordered. True if a report has changed."""
+    def reconcile(self, orders: Sequence[JobOrder], database_id: str | None = None) -> bool:
+        """Start the ordered jobs; stop those ordered to stop and those not ordered, but for those of another database
+        than `database_id`. True if a report has changed."""
+        self._database_id = database_id
         before = self.reports()
         for job in self._jobs.values():
             job.read_unkillable()
@@ -166,6 +170,7 @@ class JobReconciler:
             return  # it is refused
         if job.lease_id is None:
             job.lease_id = order.lease_id
+        job.note_origin(order.gpus, self._database_id)
         if job.is_unclaimed and self._supervisors.claim(job):
             if order.stop:
                 self._supervisors.record_end(job, "It was stopped before it started.")
@@ -180,6 +185,10 @@ class JobReconciler:
             self._stop(job, order.grace_s)
         elif order.gang is not None and order.go:
             self._let_go(job)
+
+    def kept_gpus(self) -> dict[str, str]:
+        """By UUID, why a GPU must not be leased: a job runs on it that another database ordered."""
+        return {uuid: job.kept for job in self._jobs.values() if job.kept and job.exit is None for uuid in job.gpus}
 
     def _earlier_attempt_runs(self, order: JobOrder) -> bool:
         """True while something of another attempt of this job may be left here, under the same lease. What it left is
@@ -262,7 +271,7 @@ class JobReconciler:
         if isinstance(order, UnreadableOrder):
             raise ValueError(order.problem)
         directory, own = self._root / _attempt(order), user_accounts.own_uid()
-        return launch_plan.plan_launch(
+        plan = launch_plan.plan_launch(
             order,
             own=os.environ,
             url=self._url,
@@ -274,6 +283,7 @@ class JobReconciler:
             ca_file=self._ca_file,
             interface=None if order.gang is None else network_interface.towards(order.gang.leader),
         )
+        return replace(plan, database_id=self._database_id)
 
     def _make(self, order: JobOrder, plan: LaunchPlan) -> None:
         """Make a job's directory, complete or not at all. Raises OSError. It may run beside others in a thread."""
@@ -287,7 +297,8 @@ class JobReconciler:
 
     def _add(self, order: JobOrder, plan: LaunchPlan) -> None:
         """Take a new job in. If it cannot start, record its end at once."""
-        job = LocalJob(directory=self._root / _attempt(order), lease_id=plan.lease_id, uid=plan.uid, part=plan.part)
+        job = LocalJob(directory=self._root / _attempt(order))
+        job.take(plan)
         self._jobs[_attempt(order)] = job
         refusal = user_accounts.reason_to_refuse(order.uid, user_accounts.own_uid())
         if refusal is not None and self._supervisors.claim(job):
@@ -352,9 +363,16 @@ class JobReconciler:
                     signal.pidfd_send_signal(job.pidfd, signal.SIGUSR1)
 
     def _drop(self, job: LocalJob) -> None:
-        """Stop a job that the daemon does not order; forget it once it has ended. Its logs stay."""
+        """Stop a job that the daemon does not order; forget it once it has ended. Its logs stay.
+
+        One that runs and was ordered from another database goes on: with an empty one, or a backup of yesterday, the
+        daemon has not decided that it ends.
+        """
         if job.is_unclaimed and self._supervisors.claim(job):
             self._supervisors.record_end(job, "The daemon no longer orders it.")
+        if job.exit is None and job.stop is None and job.is_of_another(self._database_id):
+            job.keep_on()
+            return
         if job.exit is None:
             if job.stop is None:
                 log.warning("job %s runs here, and its daemon does not know of that: it is ended", job.name)

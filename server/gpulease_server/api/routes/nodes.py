@@ -155,7 +155,8 @@ async def exchange(
     until_s = started_s + (0.0 if report.partial else min(max(report.hold_s, 0.0), MAX_HOLD_S))
     while True:
         require_still_valid(caller, daemon)
-        desired = desired_state(daemon.ledger, name, 0, daemon.address, daemon.log_relay.requests(name))
+        logs, database_id = daemon.log_relay.requests(name), daemon.store.fence.database_id
+        desired = desired_state(daemon.ledger, name, 0, daemon.address, logs, database_id)
         if not is_privileged(peer):
             desired = _with_job_tokens(daemon, desired)
         sent_owners, now_s = daemon.tickets.sent_owners(name), clock.mono_s()
