@@ -332,6 +332,21 @@ def test_a_request_that_offers_another_protocol_is_answered_as_any_other(sqlite_
     tell(sqlite_url, story)
 
 
+@pytest.mark.parametrize(("version", "further"), [(b"HTTP/1.1", b"Connection: close\r\n"), (b"HTTP/1.0", b"")])
+def test_a_request_that_offers_another_protocol_and_closes_its_connection_is_answered(
+    sqlite_url: str, version: bytes, further: bytes
+) -> None:
+    async def story(told: Story) -> None:
+        async with told.connection() as one:
+            field = b"Content-Length"
+            sent = told.renewal("a").replace(field, OFFER + further + field).replace(b"HTTP/1.1", version)
+            one.protocol.data_received(sent + told.renewal("dropped"))
+            assert (await one.read()).fields["x-request-id"] == "a"
+            assert await one.reader.read() == b""
+
+    tell(sqlite_url, story)
+
+
 def test_a_tunnel_is_refused(sqlite_url: str) -> None:
     async def story(told: Story) -> None:
         async with told.connection() as one:

@@ -210,6 +210,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                # After the head of a request that closes its connection, the former parser takes nothing more in.
+                self.parser = httptools.HttpRequestParser(self)
             except httptools.HttpParserError:
                 self.send_400_response("")
                 return
