@@ -132,7 +132,7 @@ class HeldLease:
         self._resumed_at = float("-inf")
         """When a thread of this lease last noticed that it had been stopped."""
         self._failure = ""
-        """Why the last renewal that failed did."""
+        """Why the last renewal failed; empty if it did not."""
         self._pid = os.getpid()
         self._stopped = threading.Event()
         # Reentrant, because a signal handler may call release() during release().
@@ -301,7 +301,7 @@ class HeldLease:
                     answered_at = time.monotonic()
                     if answered_at > sent_at + renewed.ttl_s:  # it had arrived before, so this thread could not run
                         self._resumed_at = answered_at
-                    self._sent_at, self._lease, self._ends_at_s = sent_at, renewed, ends_at_s
+                    self._sent_at, self._lease, self._ends_at_s, self._failure = sent_at, renewed, ends_at_s, ""
                     self._report_problems(renewed.problems)
                     self._report_preemption(renewed.preempt_at)
             except (LeaseLost, StaleToken, NotFound) as error:

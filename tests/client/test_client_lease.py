@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -131,6 +132,25 @@ def test_a_holder_whose_token_is_revoked_hears_why_its_lease_is_lost_and_not_rel
         assert lease.lost.wait(30)
         assert "succeeded for its ttl of 0.5 s. That token is not valid." in str(lease.loss_reason)
     assert "was not released; it lasts until its ttl or this process ends: That token is not valid." in caplog.text
+
+
+def test_a_loss_is_not_put_down_to_a_failure_that_was_over(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    send, renewals, is_lost = client.send, itertools.count(), threading.Event()
+
+    def fail_once_then_hang(call: endpoints.ApiCall[object], **bounds: float) -> object:
+        if "renew" in call.path:
+            number = next(renewals)
+            if number == 0:
+                raise DaemonUnavailable("The daemon is restarted.")
+            if number > 1:
+                is_lost.wait(30)
+        return send(call, **bounds)
+
+    monkeypatch.setattr(client, "send", fail_once_then_hang)
+    with client.lease(1, ttl_s=2) as lease:
+        assert lease.lost.wait(30)
+        is_lost.set()
+        assert str(lease.loss_reason).endswith("succeeded for its ttl of 2 s.")
 
 
 def test_a_lease_of_a_daemon_without_bounds_is_watched(client: Client) -> None:
