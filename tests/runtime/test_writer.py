@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Coroutine
@@ -25,6 +27,7 @@ from gpulease_server.core.turn import Turn
 from gpulease_server.runtime import clock, event_log, ids
 from gpulease_server.runtime.recent_events import EVENTS_KEY
 from gpulease_server.runtime.writer import Submission, Writer, _count_from_answer
+from gpulease_server.store import file_guard
 from gpulease_server.store.backup import backup
 from tests.core.build import gpu
 from tests.runtime.faults import Fate, FaultyStore, recovered, release, renew, writing
@@ -199,6 +202,29 @@ def test_a_database_that_is_overwritten_is_not_written_on(sqlite_url: str) -> No
             await writer.submit(ask())
         assert "stop the daemon" in (writer.problem or "")
         assert kept.id in writer.committed.leases
+
+    run(sqlite_url, body)
+
+
+def test_a_file_system_that_has_failed_is_told_at_once_and_holders_keep_their_leases(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an error of its disk: no file of it can be read any more."""
+
+    def fails(_: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def body(writer: Writer, _: FaultyStore) -> None:
+        await report(writer, gpus=2)
+        kept = await writer.submit(ask())
+        assert isinstance(kept, Lease)
+        with monkeypatch.context() as broken:
+            broken.setattr(file_guard, "_stamp_in", fails)
+            with pytest.raises(Unavailable, match="cannot be read: Input/output error"):
+                await writer.submit(ask())
+            assert isinstance(await writer.submit(renew(kept.id, kept.fencing_token)), Lease)
+        await recovered(writer)
+        assert isinstance(await writer.submit(renew(kept.id, kept.fencing_token)), Lease)
 
     run(sqlite_url, body)
 

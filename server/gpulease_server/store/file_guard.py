@@ -131,7 +131,11 @@ class FileGuard:
     def _check_stamp(self) -> None:
         if self._descriptor is None:
             return
-        found = _stamp_in(self._descriptor)
+        try:
+            found = _stamp_in(self._descriptor)
+        except OSError as error:
+            detail = f"The database {self._file} cannot be read: {error.strerror}."
+            raise StoreFailed(detail, remedy="Ask again.") from error
         if found != self._stamp and self._is_stamped:
             raise StoreFailed(
                 f"The database {self._file} has been overwritten while this daemon uses it; stop the daemon, delete the"
