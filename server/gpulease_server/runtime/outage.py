@@ -202,7 +202,7 @@ def _copy_part(part: Any) -> Any:
 
 
 def refuse_older_copy(
-    ledger: Ledger, committed: Ledger, newest: Event | None, has_event: Callable[[int], bool]
+    ledger: Ledger, committed: Ledger, newest: Event | None = None, has_event: Callable[[int], bool] = lambda _: True
 ) -> None:
     """Raise `StoreFailed` if the database lacks what this process has answered: it is an older copy. So it is without
     the newest event of this process, although a commit that failed may have written a later one."""

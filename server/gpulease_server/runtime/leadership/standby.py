@@ -14,6 +14,7 @@ is granted before each node has reported.
 | the writer ends | the server ends its session, and the next try acquires the lock |
 | the writer is stopped or cut off | the same after `lock.SESSION_TIMEOUT_S`; its open transaction is ended |
 | it goes on while this one takes over | its transactions fail from `WriterFence.take_over` on |
+| an older database takes its place | the copy stays, and this one does not take over that database |
 | there are several standbys | one acquires the lock; the others learn its name at the next try |
 | the database is down | tries and loads fail and are repeated; the copy stays, with its time |
 | the database is down during a takeover | retried while the lock is confirmed, else once it is again |
@@ -35,10 +36,11 @@ from gpulease_server.core.records import NodeObservation
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.leadership.lock import WriterLock
 from gpulease_server.runtime.leadership.status import POLL_S, LeadershipStatus, StandbyCopy
+from gpulease_server.runtime.outage import refuse_older_copy
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store.database import SchemaNewer
 from gpulease_server.store.dialects import error_message
-from gpulease_server.store.ledger_store import Store
+from gpulease_server.store.ledger_store import Store, StoreFailed
 
 log = logging.getLogger("gpulease.standby")
 
@@ -72,6 +74,7 @@ class Standby:
         self._leadership = leadership
         self._take_over = take_over
         self._logged_problem = ""
+        self._logged_older = False
 
     def begin(self, holder: str) -> None:
         """Become a standby of `holder`."""
@@ -131,8 +134,14 @@ class Standby:
             try:
                 ledger = await asyncio.to_thread(self._store.load)
                 if self._leadership.standby_copy is not None:
+                    refuse_older_copy(ledger, self._writer.committed)
                     self._publish(ledger)
                     self._leadership.standby_copy.as_of = now.at
+                    self._logged_older = False
+            except StoreFailed as error:
+                if not self._logged_older:
+                    log.error("the copy of the ledger stays as it is: %s", error.detail)
+                self._logged_older = True
             except (GpuleaseError, SQLAlchemyError) as error:
                 log.debug("the ledger cannot be read: %s", error)  # trying the lock logs it
             except Exception:
