@@ -7,6 +7,8 @@ import signal
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -16,7 +18,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, IntegrityError, OperationalError
 
+from gpulease_protocol.model import Event
 from gpulease_server.api.problems import expected_error
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.serving import Serving
 from gpulease_server.store import dialects, gpu_metrics_table, tables
 from gpulease_server.store.database import (
@@ -97,6 +101,12 @@ def test_a_server_that_is_not_there_is_said_without_the_password() -> None:
         ("sqlite:////tmp/x.db", "database is locked", "Another program has locked it"),
         ("sqlite:////tmp/x.db", "unable to open database file", "Check the path"),
         ("postgresql://h/d", 'password authentication failed for user "u"', "Check the user and the password"),
+        ("postgresql://h/d", "fe_sendauth: no password supplied", "/etc/gpulease/environment"),
+        ("postgresql://h/d", "permission denied for schema public", "OWNER TO"),
+        ("postgresql://h/d", 'FATAL:  database "gpulease" does not exist', "createdb"),
+        ("postgresql://h/d", 'root certificate file "/root/.postgresql/root.crt" does not exist', "sslrootcert="),
+        ("postgresql://h/d", 'FATAL:  role "gpulease" does not exist', "createuser"),
+        ("postgresql://h/d", 'too many connections for role "gpulease"', "CONNECTION LIMIT"),
         ("postgresql://h/d", "sorry, too many clients already", "max_connections"),
         ("postgresql://h/d", "remaining connection slots are reserved", "max_connections"),
         ("postgresql://h/d", "cannot execute UPDATE in a read-only transaction", "primary server"),
@@ -159,6 +169,39 @@ def test_every_connection_has_its_bounds(postgres_url: str) -> None:
         found = [connection.execute(text(f"SHOW {name}")).scalar() for name in names]
     engine.dispose()
     assert found == ["5s", "10s", "5s", "on", "UTC"]
+
+
+@pytest.mark.parametrize(
+    "default",
+    ["datestyle = 'German'", "default_transaction_isolation = 'serializable'", "client_encoding = 'LATIN1'"],
+)
+def test_what_an_administrator_has_set_for_other_programs_does_no_harm(postgres: PostgresServer, default: str) -> None:
+    url = postgres.database()
+    postgres.execute(f"ALTER DATABASE {url.rsplit('/', 1)[1]} SET {default}")
+    with closing(Store(url)) as one, closing(Store(url)) as other:
+        one.write([Event(seq=1, at=datetime.now(UTC), kind="x", cause="x", reason="nähe 日")], Ledger(next_seq=2))
+        with one.engine.begin() as first, other.engine.connect() as second:
+            second.execute(text("SELECT * FROM writer"))
+            first.execute(text("UPDATE writer SET name = 'a'"))
+            first.commit()
+            second.execute(text("UPDATE writer SET name = 'b'"))
+        assert other.load().next_seq == 2
+        (event,), _ = other.history(0, 10)
+        assert event.reason == "nähe 日"
+    postgres.drop(url)
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_an_encoding_that_cannot_store_every_name_is_refused_with_what_to_do(
+    postgres: PostgresServer, encoding: str
+) -> None:
+    postgres.execute(f"CREATE DATABASE narrow TEMPLATE template0 ENCODING '{encoding}' LOCALE 'C'")
+    try:
+        with pytest.raises(DatabaseUnusable, match=f"has the encoding {encoding}") as refused:
+            upgrade(postgres.url("narrow"))
+        assert "--encoding=UTF8" in str(refused.value.remedy)
+    finally:
+        postgres.drop(postgres.url("narrow"))
 
 
 def test_a_commit_that_the_server_would_not_sync_is_synced_all_the_same(postgres: PostgresServer) -> None:

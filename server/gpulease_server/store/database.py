@@ -85,10 +85,20 @@ _SQLITE_REMEDIES = {
     "is full": _FULL,
     "is locked": "Another program has locked it, such as a backup or sqlite3: end that, then try again.",
 }
+_WHO = (
+    "Check the user and the password: --database-url, PGPASSWORD, ~/.pgpass. For the system's daemon they belong in"
+    " /etc/gpulease/environment."
+)
+_CONNECTIONS = "End other clients of the server, or raise its max_connections."
 _POSTGRESQL_REMEDIES = {
-    "authentication failed": "Check the user and the password: --database-url, PGPASSWORD, ~/.pgpass.",
-    "too many clients": "End other clients of the server, or raise its max_connections.",
-    "connection slots": "End other clients of the server, or raise its max_connections.",
+    "authentication failed": _WHO,
+    "no password supplied": _WHO,
+    "too many clients": _CONNECTIONS,
+    "connection slots": _CONNECTIONS,
+    "too many connections": "End other clients, or raise the CONNECTION LIMIT of the role or the database.",
+    "permission denied for schema": "Make this user the owner: ALTER DATABASE name OWNER TO user",
+    "certificate": "Name the server's authority in --database-url: ?sslmode=verify-full&sslrootcert=/path/to/ca.pem",
+    "does not exist": "Create it on the server: createuser USER, createdb --owner=USER NAME; or check --database-url.",
     "read-only transaction": "This server is a replica or read-only: give the address of the primary server.",
 }
 """By what the database says: what to do."""
@@ -165,6 +175,8 @@ def migrate(url: str, revision: str) -> None:
         with dialects.schema_change(engine, MIGRATION_LOCK, MIGRATION_S) as connection:
             current = revision_of(connection)
             _refuse_newer(current)
+            if current is None:
+                _require_utf8(connection, url)
             if current is None and revision == known_revisions()[-1]:
                 _create(connection, revision)
             else:
@@ -190,6 +202,18 @@ def _create(connection: Connection, newest: str) -> None:
         " (version_num VARCHAR(32) NOT NULL, CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
     )
     connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{newest}')")  # noqa: S608 - the name of a file
+
+
+def _require_utf8(connection: Connection, url: str) -> None:
+    """Names and labels have any characters."""
+    if connection.dialect.name == dialects.SQLITE:
+        return
+    encoding = connection.exec_driver_sql("SHOW server_encoding").scalar()
+    if encoding != "UTF8":
+        raise DatabaseUnusable(
+            f"{redacted(url)} has the encoding {encoding}, which cannot store every name and label.",
+            remedy="Create it again: createdb --template=template0 --encoding=UTF8 --owner=USER NAME",
+        )
 
 
 def _refuse_newer(current: str | None) -> None:

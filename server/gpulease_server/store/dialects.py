@@ -41,6 +41,7 @@ SET lock_timeout = {LOCK_MS};
 SET statement_timeout = {STATEMENT_MS};
 SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS};
 SET timezone = 'UTC';
+SET datestyle = 'ISO';
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off';
 """
 
@@ -62,9 +63,9 @@ def engine(url: URL, **options: Any) -> Engine:
         made = create_engine(url, connect_args={"timeout": BUSY_S}, **options)
         event.listen(made, "connect", _prepare_sqlite)
         return made
-    usual = {"connect_timeout": CONNECT_S, "application_name": "gpulease", **KEEPALIVE}
+    usual = {"connect_timeout": CONNECT_S, "application_name": "gpulease", "client_encoding": "utf8", **KEEPALIVE}
     arguments = {name: value for name, value in usual.items() if name not in url.query}
-    made = create_engine(url, connect_args=arguments, **{**POOL, **options})
+    made = create_engine(url, connect_args=arguments, isolation_level="READ COMMITTED", **{**POOL, **options})
     event.listen(made, "do_connect", _connect_postgresql)
     event.listen(made, "connect", _prepare_postgresql)
     return made
