@@ -196,7 +196,9 @@ def test_the_page_installs_upgrades_and_uninstalls(host: Host) -> None:
     host.run(f"gpulease node drain {node} && gpulease node resume {node}", "ada")  # of the group sudo
 
     host.run("echo '# mine' >> /etc/gpulease/config.toml")
+    host.run("cd /opt/gpulease/wheel && mv gpulease-*.whl gpulease-0.0.9-py3-none-any.whl")
     printed = [host.run(command) for command in commands["Upgrade"]][-1]
+    assert host.run("ls /opt/gpulease/wheel/*").splitlines() == wheel, "pip refuses two versions at once"
     daemon, worker = re.findall(r"a (?:daemon|worker) \(pid (\d+) of root\)", printed)
     assert "Restart the programs that were started before this version was installed" in printed
     assert host.run("tail -n 1 /etc/gpulease/config.toml") == "# mine\n"
