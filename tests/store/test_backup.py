@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -13,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from sqlalchemy import text
 
+from gpulease_server.commands import database as commands
 from gpulease_server.runtime.leadership.takeover import take_over, upgrade_alone
 from gpulease_server.store import backup as backup_module
 from gpulease_server.store import integrity_check
@@ -273,3 +276,29 @@ def test_a_check_leaves_the_locks_of_its_own_process(tmp_path: Path) -> None:
         subprocess.run(command, check=True, timeout=60)
         assert (tmp_path / "gpulease.db-wal").exists()
     engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("uid", "options", "looks_at"),
+    [(0, [], 'database "ledger"'), (0, ["--data-dir", "."], "gpulease.db"), (1000, [], "gpulease.db")],
+)
+def test_root_looks_at_the_database_of_the_service(
+    postgres: PostgresServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uid: int,
+    options: list[str],
+    looks_at: str,
+) -> None:
+    """A ledger that has moved to PostgreSQL leaves an SQLite file behind, and a backup of that is useless."""
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "GPULEASE" not in name})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "environment").write_text(f'# of the unit\nGPULEASE_DATABASE_URL="{postgres.url("ledger")}"\nPGX=a=b\n')
+    monkeypatch.setattr(commands, "SERVICE_ENVIRONMENT", tmp_path / "environment")
+    monkeypatch.setattr(commands, "default_data_dir", lambda: tmp_path)
+    monkeypatch.setattr(integrity_check, "has_system_socket", lambda: False)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    refused = CliRunner().invoke(commands.db, ["check", *options]).exception
+    assert isinstance(refused, DatabaseUnusable)
+    assert f"{looks_at}{chr(34) if looks_at == 'ledger' else ''} does not exist" in str(refused)
+    assert os.environ.get("PGX") == ("a=b" if looks_at.startswith("database") else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument
 from gpulease_cli.setting_options import setting_option
 from gpulease_protocol.host.addresses import default_data_dir
+from gpulease_protocol.host.config_file import SYSTEM
 from gpulease_protocol.host.settings import DATA_DIR
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
@@ -20,6 +22,9 @@ from gpulease_server.database_settings import DATABASE_URL, default_database_url
 
 DATABASE = setting_option("database_url", DATABASE_URL, str)
 DIRECTORY = setting_option("data_dir", DATA_DIR, Path)
+
+SERVICE_ENVIRONMENT = SYSTEM.with_name("environment")
+"""Which gpulease.service reads; the database's password belongs there."""
 
 db = CommandGroup("db", "The daemon's database: schema, integrity check, backup.")
 
@@ -105,4 +110,20 @@ def backup(file: Path, database_url: str | None, data_dir: Path | None) -> None:
 
 
 def _url(database_url: str | None, data_dir: Path | None) -> str:
+    """The database that is given; else, for root, that of the service: what its unit reads counts here, too."""
+    if database_url is None and data_dir is None and os.geteuid() == 0:
+        for name, value in service_environment(SERVICE_ENVIRONMENT).items():
+            os.environ.setdefault(name, value)
+        database_url = os.environ.get(DATABASE_URL.variable)
+        data_dir = Path(os.environ[DATA_DIR.variable]) if os.environ.get(DATA_DIR.variable) else None
     return database_url or default_database_url(data_dir or default_data_dir())
+
+
+def service_environment(file: Path) -> dict[str, str]:
+    """The variables in an `EnvironmentFile=` of systemd; none for a user who cannot read it."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return {}
+    given = (line.strip().partition("=") for line in lines if not line.strip().startswith(("#", ";")))
+    return {name: value.strip().strip("\"'") for name, separator, value in given if separator}
