@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
+from gpulease_protocol.tokens import TokenRequest
 from gpulease_server.api import fair_share
+from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from gpulease_server.api.fair_share import BURST_S, OTHERS_S, SHARE, FairShare, Turn
+from gpulease_server.api.middleware.fair_turns import turn_of
+from gpulease_server.core.policy import Policy
+from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.store.ledger_store import Store
 from tests.daemon import DaemonProcess, eventually
 from tests.http_as_user import OTHER, acting_as, call
 
@@ -211,6 +218,34 @@ def test_users_who_are_gone_are_forgotten() -> None:
         assert len(share._users) <= fair_share.MAX_USERS + 1
 
     playing(story)
+
+
+def test_a_wrong_token_with_the_id_of_anothers_takes_none_of_its_turns(sqlite_url: str) -> None:
+    """Leases show the ids of tokens, and of leases with jobs on other hosts."""
+
+    async def story(share: FairShare, bearers: BearerTokens) -> None:
+        made = await bearers.create(TokenRequest(user="ada-elsewhere"), "root")
+        job = bearers.of_jobs.bearer("lease-1") or ""
+
+        def turn(header: str, host: str = "192.0.2.1") -> Turn:
+            request = {"type": "http", "method": "POST", "path": "/v1/leases/lease-1/renew", "client": (host, 1)}
+            found = turn_of(
+                share, PeerCredentials(), bearers, {**request, "headers": [(b"authorization", header.encode())]}
+            )
+            assert found is not None
+            return found
+
+        wrong = turn(f"Bearer {made.id}.wrong"), turn("Bearer lease-1.wrong"), turn("Bearer x")
+        assert [one.begins_at_once() for one in wrong] == [True, False, False], "all of one host"
+        assert turn("Bearer x", "192.0.2.2").begins_at_once()
+        assert turn(f"Bearer {made.bearer}").begins_at_once()
+        assert not turn(f"bearer  {made.bearer}").begins_at_once(), "however it is spelled, it is the same token"
+        assert turn(f"Bearer {job}").begins_at_once()
+
+    with closing(Store(sqlite_url)) as store, closing(Writer(store, Policy())) as turns:
+        bearers = BearerTokens(store, turns)
+        bearers.restore()
+        asyncio.run(story(FairShare(), bearers))
 
 
 HEAD = "POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{"

@@ -12,7 +12,7 @@ one user gets at most `SHARE` of its time: after a request that took long, the u
 | has a large body, or submits an array | is counted to its end: writing it takes as long as reading it |
 | renews or releases a lease | has a share of its own, so that no one loses a lease because of their other requests |
 | is of root or of the daemon's user, or is the report of a worker | has no limit |
-| is of no one whom the kernel shows | is counted by its token, or else by its host |
+| is of no one whom the kernel shows | is counted by its token if that is valid, or else by its host |
 
 What is counted is time, from when a request is worked on until it is answered or waits. That includes threads of the
 daemon, which hold the interpreter's lock for most of their time.

@@ -60,6 +60,8 @@ SAVE_USES_S = 60.0
 """Time between two writes of which tokens were used today for the first time."""
 MAX_AGE_S = 1.0
 """How old the tokens may be on a daemon that is not the writer."""
+MAX_BEARER = 200
+"""Characters in a bearer token, at most; those that are made have half of that."""
 NO_TOKEN_HASH = "0" * 64
 """Compared with the token that is sent under an unknown id, so that timing does not reveal which ids exist."""
 
@@ -130,6 +132,16 @@ class BearerTokens:
         if token.last_used_on is None or token.last_used_on < today:
             self._used[token.id] = today
         return TokenIdentity(token.id, token.user, token.uid, record.gid, token.role, token.node, token.budget)
+
+    def known_id(self, bearer: str) -> str | None:
+        """The id of the token, or of the job's lease, whose secret this is, as far as this daemon knows; None for any
+        other text."""
+        if len(bearer) > MAX_BEARER:
+            return None
+        if (lease_id := self.of_jobs.lease_id(bearer)) is not None:
+            return lease_id
+        record = self._records.get(bearer.partition(".")[0])
+        return record.token.id if record is not None and hmac.compare_digest(_hash(bearer), record.hash) else None
 
     async def lease_of_job(self, bearer: str) -> str | None:
         """The lease whose job has this token; None for a token that is of no job. Raises `Unavailable`."""

@@ -102,9 +102,14 @@ def is_privileged(peer: PeerCredentials) -> bool:
     return peer.uid in PRIVILEGED_UIDS
 
 
+def bearer_in(header: str) -> str:
+    """The bearer token in an Authorization header; empty if it has none."""
+    return header[len(SCHEME) :].strip() if header.lower().startswith(SCHEME) else ""
+
+
 async def caller_from_token(header: str, bearers: BearerTokens | None, ledger: Ledger) -> Caller:
     """The caller whom an Authorization header names. Raises `NotAuthenticated` unless it carries a valid token."""
-    bearer_token = header[len(SCHEME) :].strip() if header.lower().startswith(SCHEME) else ""
+    bearer_token = bearer_in(header)
     if bearers is not None and (lease_id := await bearers.lease_of_job(bearer_token)) is not None:
         return _caller_of_job(lease_id, ledger)
     token = await bearers.authenticate(bearer_token) if bearers is not None and bearer_token else None

@@ -92,7 +92,7 @@ class Exchange:
     def __init__(self, shared: Shared, hot: HotRequest, peer: PeerCredentials, scope: Scope) -> None:
         self._shared, self._hot, self._peer, self._scope = shared, hot, peer, scope
         self._direct = direct_connection(scope)
-        self._turn = turn_of(shared.share, peer, scope)
+        self._turn = turn_of(shared.share, peer, shared.app.state.daemon.bearer_tokens, scope)
         self._request_id = ""
         self._tasks: set[Any] | None = None
         """What uvicorn waits for when it stops; None if this runs in a task from its begin."""

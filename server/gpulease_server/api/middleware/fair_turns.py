@@ -8,10 +8,11 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpulease_server.api.auth.callers import is_privileged, trusted_peer
+from gpulease_server.api.auth.callers import bearer_in, is_privileged, trusted_peer
 from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from gpulease_server.api.fair_share import TURN, FairShare, Turn
 from gpulease_server.api.http_limits import ON_DISCONNECT
+from gpulease_server.runtime.bearer_tokens import BearerTokens
 
 KEEPING = ("/renew", "/release")
 """Ends of paths whose requests have a share of their own."""
@@ -29,8 +30,9 @@ class FairTurnsMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        peer = trusted_peer(scope.get("state", {}).get("peer") or PeerCredentials(), scope["app"].state.daemon.access)
-        turn = turn_of(self.share, peer, scope)
+        daemon = scope["app"].state.daemon
+        peer = trusted_peer(scope.get("state", {}).get("peer") or PeerCredentials(), daemon.access)
+        turn = turn_of(self.share, peer, daemon.bearer_tokens, scope)
         TURN.set(turn)
         if turn is None:
             await self.app(scope, receive, send)
@@ -51,9 +53,9 @@ class FairTurnsMiddleware:
             turn.exempt()
 
 
-def turn_of(share: FairShare, peer: PeerCredentials, scope: Scope) -> Turn | None:
+def turn_of(share: FairShare, peer: PeerCredentials, bearers: BearerTokens | None, scope: Scope) -> Turn | None:
     """The turn that this request has to wait for; None if it has no limit."""
-    user = _user_of(peer, scope)
+    user = _user_of(peer, bearers, scope)
     if not (scope["method"] == "POST" and scope["path"].endswith(("/exchange", "/logs"))):  # a worker asks all the time
         share.note_request(user)
     if is_privileged(peer):
@@ -61,9 +63,11 @@ def turn_of(share: FairShare, peer: PeerCredentials, scope: Scope) -> Turn | Non
     return Turn(share, user, "keeping" if scope["path"].endswith(KEEPING) else "other", scope.get(ON_DISCONNECT))
 
 
-def _user_of(peer: PeerCredentials, scope: Scope) -> Hashable:
-    """The user whom the kernel shows; else the token that is sent, which need not be valid; else the host."""
+def _user_of(peer: PeerCredentials, bearers: BearerTokens | None, scope: Scope) -> Hashable:
+    """The user whom the kernel shows; else the token that is sent, if it is one; else the host. The ids of tokens are
+    no secret: by a wrong token with another's id no one takes that one's turns."""
     if peer.uid is not None:
         return peer.uid
-    token = Headers(scope=scope).get("authorization", "").partition(".")[0][:80]
-    return token or (scope.get("client") or ("",))[0]
+    bearer = bearer_in(Headers(scope=scope).get("authorization", ""))
+    token_id = bearers.known_id(bearer) if bearers is not None and bearer else None
+    return token_id or (scope.get("client") or ("",))[0]
