@@ -262,3 +262,28 @@ def test_a_user_directory_that_hangs_delays_only_unknown_users(monkeypatch: pyte
 
     asyncio.run(main())
     assert user_names.user_name(3) == "3"
+
+
+def test_a_user_with_very_many_uids_costs_no_one_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one who is root of a user namespace with a range of /etc/subuid: each of those uids connects once."""
+
+    def one_of_ten_has_a_name(uid: int) -> pwd.struct_passwd:
+        if uid % 10:
+            raise KeyError(uid)
+        return pwd.struct_passwd((f"user{uid}", "x", uid, uid, "", "/", "/bin/sh"))
+
+    monkeypatch.setattr(user_names.pwd, "getpwuid", one_of_ten_has_a_name)
+    monkeypatch.setattr(user_names, "_cache", {})
+    monkeypatch.setattr(user_names, "MAX_CACHED_NAMES", 100)
+
+    async def main() -> None:
+        await user_names.refresh_user_name(10)
+        for uid in range(1001, 1401):
+            if uid % 10:
+                await user_names.refresh_user_name(uid)
+        await user_names.refresh_user_name(20)
+
+    asyncio.run(main())
+    assert user_names.user_name(20) == "user20", "who comes later has their name, and what it allows"
+    assert user_names.user_name(10) == "user10"
+    assert len(user_names._cache) <= 100

@@ -58,5 +58,14 @@ def _look_up(uid: int) -> None:
         name = pwd.getpwuid(uid).pw_name
     except (KeyError, OSError):
         name = str(uid) if cached is None else cached.name
-    if cached is not None or len(_cache) < MAX_CACHED_NAMES:
-        _cache[uid] = CachedName(name, time.monotonic() + NAME_TTL_S)
+    if cached is None and len(_cache) >= MAX_CACHED_NAMES:
+        _make_room()
+    _cache[uid] = CachedName(name, time.monotonic() + NAME_TTL_S)
+
+
+def _make_room() -> None:
+    """Forget a tenth, oldest first, and those without a name before all others: one user may have tens of thousands of
+    such uids (`/etc/subuid`), and must cost no one else their name."""
+    named_last = sorted(list(_cache.items()), key=lambda item: item[1].name != str(item[0]))
+    for uid, _ in named_last[: MAX_CACHED_NAMES // 10]:
+        _cache.pop(uid, None)
