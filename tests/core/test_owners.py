@@ -387,12 +387,21 @@ def test_another_node_has_no_say_in_whose_owner_lives() -> None:
 
 def test_beyond_so_many_owners_a_worker_is_told_of_no_more() -> None:
     world = World().node(gpus=1)
-    world.lease(1, owner=1)
-    for pid in range(2, MAX_OWNERS + 1):
-        assert world.lease(1, owner=pid).liveness is Liveness.PROCESS
-    assert world.lease(1, owner=MAX_OWNERS + 1).liveness is Liveness.HEARTBEAT
-    assert world.lease(1, owner=5).liveness is Liveness.PROCESS, "he is watched already"
+    users = ("ann", "bob", "cho", "dai")
+    for pid in range(1, MAX_OWNERS + 1):
+        assert world.lease(1, owner=pid, user=users[pid % 4]).liveness is Liveness.PROCESS
+    assert world.lease(1, owner=MAX_OWNERS + 1, user="eve").liveness is Liveness.HEARTBEAT
+    assert world.lease(1, owner=5, user=users[1]).liveness is Liveness.PROCESS, "he is watched already"
     assert len(desired_state(world.ledger, "a", 0).owners) == MAX_OWNERS
+
+
+def test_very_many_processes_of_one_user_leave_room_to_watch_those_of_others() -> None:
+    """A shell that is not watched loses its GPUs when its `ttl_s` has passed."""
+    world = World().node(gpus=1)
+    lives = [world.lease(1, owner=pid, user="eve").liveness for pid in range(1, MAX_OWNERS + 1)]
+    assert lives.count(Liveness.PROCESS) == MAX_OWNERS // 4
+    assert lives[-1] is Liveness.HEARTBEAT
+    assert world.lease(1, owner=MAX_OWNERS + 1, user="ada").liveness is Liveness.PROCESS
 
 
 def test_only_an_end_against_the_holders_will_is_a_loss() -> None:

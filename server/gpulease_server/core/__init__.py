@@ -58,6 +58,7 @@ worker in a container ends leases of the host.
 | the worker is silent | time ends no active lease; `core.node_loss` has the bound. One that waits has its client |
 | the worker reports again | the lease lasts a full `ttl_s` from then, so that the worker has time to find the owner |
 | the worker is out of descriptors, may not look, or watches `MAX_OWNERS` already | unknown, so by heartbeat |
+| it watches a quarter of that for the same user | the same |
 | the machine restarts, a container does | another realm, so by heartbeat: `expired` at `ttl_s` |
 | a request's owner dies before its verdict | refused, nothing is recorded |
 | no one waits for a queued request any more, though its owner lives | `holder_died` after `ttl_s` |

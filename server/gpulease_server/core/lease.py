@@ -55,13 +55,14 @@ def on_lease_requested(turn: Turn, request: LeaseRequested) -> None:
         return
     demand = with_consent(with_reclaim_rule(demand, turn.policy))
     enter_budget(turn, request.holder.token_id, request.budget)
+    watched_owner = request.watched_owner if request.watch_owner else None
     lease = Lease(
         id=request.lease_id,
         state=LeaseState.QUEUED,
         holder=request.holder,
         demand=demand,
         ttl_s=request.ttl_s,
-        liveness=initial_liveness(turn.ledger, request.watched_owner if request.watch_owner else None),
+        liveness=initial_liveness(turn.ledger, watched_owner, request.holder.user),
         created_at=turn.now.at,
     )
     enqueue(

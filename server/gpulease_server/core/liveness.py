@@ -24,16 +24,29 @@ from gpulease_server.core.turn import Turn
 ANSWER_LOST_S = 60.0
 """How long a request lasts after its client has gone away, at most: time to fix a connection or restart a client. Its
 `ttl_s` may be hours, as that of `gpulease acquire`, and is meant for the time after the grant."""
+MAX_OWNERS_PER_USER = MAX_OWNERS // 4
+"""Owners of one user that a worker watches: processes of one user must not take what those of others need."""
 MIN_EXTENSION_S = 0.25
 """Sights of an owner that would move a deadline by less than this, or by less than a tenth, leave it where it is."""
 
 
-def initial_liveness(ledger: Ledger, watched_owner: WatchedOwner | None) -> Liveness:
-    """How the holder of a new lease is known to live: by its process, unless its worker watches too many already."""
+def initial_liveness(ledger: Ledger, watched_owner: WatchedOwner | None, user: str | None) -> Liveness:
+    """How the holder of a new lease is known to live: by its process, unless its worker watches too many already, or
+    too many of this user's."""
     if watched_owner is None:
         return Liveness.HEARTBEAT
     owners = ledger.watched_owners.get(watched_owner.node, {})
-    return Liveness.PROCESS if watched_owner.owner in owners or len(owners) < MAX_OWNERS else Liveness.HEARTBEAT
+    if watched_owner.owner in owners:
+        return Liveness.PROCESS
+    has_room = len(owners) < MAX_OWNERS
+    if has_room and len(owners) >= MAX_OWNERS_PER_USER:
+        has_room = sum(_user_of(ledger, leases) == user for leases in owners.values()) < MAX_OWNERS_PER_USER
+    return Liveness.PROCESS if has_room else Liveness.HEARTBEAT
+
+
+def _user_of(ledger: Ledger, leases: dict[str, None]) -> str | None:
+    """The user of a process, which owns these leases: they are all of that user."""
+    return ledger.leases[next(iter(leases))].lease.holder.user
 
 
 def extend_deadline(turn: Turn, lease: Lease) -> None:
