@@ -27,6 +27,7 @@ from gpulease_server.api.app import create_app
 from gpulease_server.api.auth.peer_credentials import PeerCredentialsProtocol
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.http_limits import LimitedHttpProtocol, raise_connection_limit
+from gpulease_server.api.tls_handshake import TlsListener
 from gpulease_server.listeners import BACKLOG, CannotStart, Listeners, TcpAddress
 from gpulease_server.local_worker import LocalWorker
 from gpulease_server.policy_settings import policy_of
@@ -256,7 +257,8 @@ class SocketsServer(uvicorn.Server):
         self.daemon = daemon
         self.listeners = listeners
         self.worker: asyncio.Task[None] | None = None
-        self.taking: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        """Those that listen for TLS, or take a port."""
         self.failure: GpuleaseError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
@@ -285,20 +287,29 @@ class SocketsServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on all, and take a port that is missing when it is free."""
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
         loop: Any = asyncio.get_running_loop()
-        listeners = self.listeners
+        self._loop, listeners = loop, self.listeners
+        await super().startup([])
+        for listener in listeners.tcp:
+            await self._listen(listener)
         local = await loop.create_unix_server(self._protocol, sock=listeners.local, backlog=self.config.backlog)
         self.servers.append(local)
         urls = listeners.urls("https" if self.config.ssl else "http")
         log.info("gpulease listens on %s", " and ".join(urls), extra=fields(event="daemon.listens"))
-        self.taking = [asyncio.create_task(self._take(address)) for address in listeners.missing]
+        self.tasks += [asyncio.create_task(self._take(address)) for address in listeners.missing]
         garbage.started()
         systemd_notify.notify("READY=1")
 
-    def _protocol(self) -> asyncio.Protocol:
+    def _protocol(self) -> PeerCredentialsProtocol:
         return PeerCredentialsProtocol(self.config, self.server_state, self.lifespan.state, asyncio.get_running_loop())
+
+    async def _listen(self, listener: socket.socket) -> None:
+        """Serve the connections of a TCP socket."""
+        loop: Any = asyncio.get_running_loop()
+        if (context := self.config.ssl) is not None:
+            self.tasks.append(loop.create_task(TlsListener(listener, context, self._protocol).run()))
+        else:
+            self.servers.append(await loop.create_server(self._protocol, sock=listener, backlog=BACKLOG))
 
     async def _take(self, address: TcpAddress) -> None:
         """Listen on an address that another user has, once they have left it."""
@@ -307,16 +318,13 @@ class SocketsServer(uvicorn.Server):
             with contextlib.suppress(OSError):
                 listener = address.try_listen()
                 break
-        loop = asyncio.get_running_loop()
-        self.servers.append(
-            await loop.create_server(self._protocol, sock=listener, ssl=self.config.ssl, backlog=BACKLOG)
-        )
+        await self._listen(listener)
         log.warning("gpulease listens on %s now", address)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the worker and the long polls, then the rest."""
         systemd_notify.notify("STOPPING=1")
-        for task in self.taking:
+        for task in self.tasks:
             task.cancel()
         if self.worker is not None:
             self.worker.cancel()

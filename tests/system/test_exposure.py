@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import ssl
 import subprocess
 import urllib.error
@@ -18,8 +20,11 @@ from gpulease_server.listeners import CannotStart
 from gpulease_server.settings import ServeSettings
 from gpulease_server.start_checks import check_tls
 from tests.daemon import Answer, DaemonProcess
-from tests.http_as_user import call
+from tests.http_as_user import OTHER, acting_as, call
 from tests.imported_program import completed
+
+MOST_FILES = 600
+"""Open files of a daemon, at most: 88 connections, and what it reserves."""
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +150,31 @@ def test_what_would_be_unsafe_or_cannot_be_is_refused_before_anything_is_made(
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not running.data_dir.exists()
+
+
+class FewDescriptors(OverSocket):
+    """A daemon that may have few open files."""
+
+    @property
+    def command(self) -> list[str]:
+        return ["sh", "-c", f'ulimit -n {MOST_FILES}; exec "$@"', "sh", *super().command]
+
+
+def test_connections_that_never_complete_their_handshake_keep_no_one_out(
+    tmp_path: Path, files: tuple[Path, Path]
+) -> None:
+    words = ["--no-worker", "--host", "0.0.0.0", "--tls-cert", str(files[0]), "--tls-key", str(files[1])]
+    running = FewDescriptors(tmp_path / "d", *words)
+    with contextlib.ExitStack() as stack:
+        stack.callback(running.stop)
+        running.start(ready=False)
+        for _ in range(MOST_FILES + 400):
+            with acting_as(OTHER if os.geteuid() == 0 else None):
+                silent = stack.enter_context(socket.socket())
+                silent.connect(("127.0.0.1", running.port))
+        assert call(running.socket, "GET", "/v1/gpus").status == 200
+        trusting = ssl.create_default_context(cafile=str(files[0]))
+        with urllib.request.urlopen(
+            f"https://127.0.0.1:{running.port}/healthz", timeout=30, context=trusting
+        ) as answer:
+            assert answer.status == 200

@@ -149,6 +149,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         else:
             self._set_timer()
 
+    def has_room(self, others: Counter[int | None]) -> bool:
+        """True if the peer's user may open one more connection. `others`: those not counted here yet, by user id."""
+        user_count = self.open_by_uid.get(self.peer_uid, 0) + others.get(self.peer_uid, 0)
+        is_full = len(self.connections) + others.total() >= self.max_connections
+        return not is_full and user_count < self._user_share(self.max_connections)
+
     def _user_share(self, whole: int) -> int:
         """How much of a shared resource the peer's user may take."""
         if self.peer_uid in (0, os.geteuid()):

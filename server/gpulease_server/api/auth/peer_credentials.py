@@ -118,6 +118,11 @@ def peer_credentials_of(transport: asyncio.BaseTransport) -> PeerCredentials:
     sock: Any = transport.get_extra_info("socket")
     if sock is None:
         return PeerCredentials()
+    return peer_credentials(sock, transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
+
+
+def peer_credentials(sock: Any, address: Any, own_address: Any) -> PeerCredentials:
+    """The same of a connected socket, with the addresses of its ends."""
     if sock.family == socket.AF_UNIX:
         pid, owner, gid = unix_peer(sock)
         is_known = not is_overflow_uid(owner)
@@ -128,7 +133,6 @@ def peer_credentials_of(transport: asyncio.BaseTransport) -> PeerCredentials:
             local=True,
             connection=ConnectionType.SOCKET,
         )
-    address, own_address = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
     if not address or not own_address or not is_loopback(address[0]):
         return PeerCredentials()
     try:
