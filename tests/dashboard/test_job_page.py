@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sys
@@ -230,6 +231,26 @@ def test_the_colour_of_a_user_is_stable_and_there_are_eight(modules: Path) -> No
     assert hues == in_node(modules, program, names)
     assert set(hues) == set(range(8))
     assert max(hues.count(hue) for hue in range(8)) < 100
+
+
+def test_users_who_are_there_have_colours_of_their_own_and_keep_them(modules: Path) -> None:
+    names = [f"user{number}" for number in range(40)]
+    program = """
+        import { colourUsers, hueOf } from "./model.js";
+        const seen = [];
+        for (let at = 0; at + 8 <= given.length; at += 1) {
+            const present = given.slice(at, at + 8);
+            colourUsers(present);
+            seen.push(Object.fromEntries(present.map((user) => [user, hueOf(user)])));
+        }
+        console.log(JSON.stringify(seen));
+    """
+    seen = in_node(modules, program, names)
+    assert len(seen) == 33
+    for hues in seen:
+        assert sorted(hues.values()) == list(range(8)), "those of others who have left are free again"
+    for before, after in itertools.pairwise(seen):
+        assert {user: after[user] for user in before if user in after}.items() <= before.items()
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

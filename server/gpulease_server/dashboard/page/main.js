@@ -4,7 +4,7 @@ import { rememberToken, rememberViewersToken, setToken } from "./api.js";
 import { freeze, nowMs } from "./clock.js";
 import { Follow, LISTS } from "./follow.js";
 import { html, render } from "./html.js";
-import { totals } from "./model.js";
+import { colourUsers, presentUsers, totals } from "./model.js";
 import { bells, ring, titleMark } from "./parts/bell.js";
 import { parseRoute } from "./route.js";
 import { App } from "./shell.js";
@@ -35,6 +35,7 @@ function draw() {
 function drawPage() {
   const ready = LISTS.every((name) => name in data); // else the first round is under way
   const shown = ready ? data : null;
+  if (ready) colourUsers(presentUsers(/** @type {any} */ (data)));
   render(
     html`<${App} data=${shown} route=${parseRoute(location.hash)} status=${status} on=${{ token: signIn }} />`,
     /** @type {HTMLElement} */ (document.getElementById("app")),

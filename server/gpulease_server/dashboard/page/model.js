@@ -45,11 +45,50 @@ const JOB_ORDER = ["running", "starting", "stopping", "queued"];
 /** The place of a job that waits for other jobs, and joins the queue at its end. */
 const LAST = 1e9;
 
-/** The hue of a user, 0 to 7: always the same for the same name, and never that of a state. @param {string} user */
-export function hueOf(user) {
+/** @type {Map<string, number>} The hue of each user who was drawn since the page was opened. */
+const hues = new Map();
+const MOST_USERS = 1000;
+
+/**
+ * Give users hues, each one of their own while there are any: who has one keeps it, others get that of their name, else the next.
+ * The first of these users come first. @param {string[]} users
+ */
+export function colourUsers(users) {
+  if (hues.size > MOST_USERS) hues.clear();
+  const taken = new Set();
+  const keeps = new Set(
+    users.filter((user) => hues.has(user) && !taken.has(hues.get(user)) && taken.add(hues.get(user))),
+  );
+  for (const user of users.filter((one) => !keeps.has(one))) {
+    const hue = freeHue(user, taken);
+    hues.set(user, hue);
+    taken.add(hue);
+  }
+}
+
+/** That of the user's name, or the next that is not taken; where all are, that of the name. @param {string} user @param {Set<number>} taken */
+function freeHue(user, taken) {
   let hash = 0x811c9dc5;
   for (const letter of user) hash = Math.imul(hash ^ (letter.codePointAt(0) ?? 0), 0x01000193);
-  return ((hash ^ (hash >>> 15)) >>> 0) % HUES;
+  const own = ((hash ^ (hash >>> 15)) >>> 0) % HUES;
+  for (let step = 0; step < HUES; step += 1) if (!taken.has((own + step) % HUES)) return (own + step) % HUES;
+  return own;
+}
+
+/** The hue of a user, 0 to 7, and never that of a state. @param {string} user */
+export function hueOf(user) {
+  if (!hues.has(user)) hues.set(user, freeHue(user, new Set(hues.values())));
+  return hues.get(user) ?? 0;
+}
+
+/** Whose colours have to differ first: those who hold GPUs, then those who wait, each by name. @param {Data} data */
+export function presentUsers(data) {
+  const names = ({ items }) =>
+    items
+      .map(({ holder }) => userOf(holder))
+      .filter(Boolean)
+      .sort();
+  return [...new Set([...names(data.active), ...names(data.queued)])];
 }
 
 /** The name by which a holder is coloured and called. @param {Holder | null} holder */
