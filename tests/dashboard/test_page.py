@@ -161,6 +161,9 @@ def test_the_page_fits_a_phone(watched: Watched, running: DaemonProcess, hardwar
     """S6: nothing is wider than the screen, whatever users write."""
     hardware.show({"name": "N" * 100, "processes": [{"pid": 414242, "command": "c" * 200}]}, {}, {}, {})
     ask(running, count=3, label="l" * 200)
+    for name in ("ada-elsewhere", "bob-elsewhere", "u" * 50):
+        bearer = running.call("POST", "/v1/tokens", {"user": name}).json["bearer"]
+        running.call("POST", "/v1/leases", {"count": 4}, Authorization=f"Bearer {bearer}")
     waits = ask(running, count=4, label="w" * 200)
     job = submit(running, "sh", "-c", "exit 1 # " + "x" * 300, name="j" * 200)
     running.call(
