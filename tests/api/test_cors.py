@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpulease_cli import main, output
+from gpulease_server.api.auth.access_rules import ACCESS_RULES
 from gpulease_server.setting_checks import normalized_origins
 from tests.daemon import Answer, DaemonProcess, daemon
 
@@ -30,7 +31,7 @@ def of_cors(answer: Answer) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("origin", [LISTED, "http://localhost:3000"])
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE"])
+@pytest.mark.parametrize("method", sorted({"HEAD", *(operation.split()[0] for operation in ACCESS_RULES)}))
 def test_the_preflight_of_a_listed_origin_is_answered_without_a_token(
     running: DaemonProcess, origin: str, method: str
 ) -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpulease_server.api.headers import AS_OF, LOG_BYTES, LOG_KEPT_BYTES, LOG_OFFSET, REQUEST_ID_HEADER, STANDBY
 
-METHODS = ("GET", "HEAD", "POST", "DELETE")
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
 REQUEST_HEADERS = (
     "Authorization",
     "Content-Type",
