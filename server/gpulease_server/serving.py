@@ -132,9 +132,11 @@ class Serving:
         self.daemon.authority = self._shown_authority(listeners)
         fence.on_superseded = self._step_down
         fence.check()  # the callback was not set before
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # uvicorn raises the signal again once it has shut down; by default that ends the process without clean-up.
-            signal.signal(number, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # Before uvicorn takes signals, and after: it raises them again once it has shut down, which by default ends
+            # the process without clean-up. Under nohup, SIGHUP stays ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, server.handle_exit)
         server.run(sockets=listeners.tcp)
         if server.failure is not None:
             raise server.failure

@@ -1,0 +1,60 @@
+"""Signals end a daemon in good order, whenever they come."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.daemon import DaemonProcess, daemon
+
+EARLY = """
+import os, signal, sys, uvicorn
+import gpulease_server.serving
+begin = uvicorn.Server.run
+def signalled(*arguments, **options):
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    return begin(*arguments, **options)
+uvicorn.Server.run = signalled
+from gpulease_cli import main
+sys.exit(main(["serve", "--simulate", "1", "--port", "0", "--data-dir", sys.argv[2]]))
+"""
+"""A daemon that gets a signal just before uvicorn takes signals."""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_that_comes_as_it_begins_to_serve_ends_it(tmp_path: Path, name: str) -> None:
+    words = [sys.executable, "-c", EARLY, name, str(tmp_path / "d")]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            told = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 0, told
+    assert "gpulease has stopped" in told
+
+
+def test_it_ends_in_good_order_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--simulate", "1") as running:
+        assert running.process is not None
+        running.process.send_signal(signal.SIGHUP)
+        assert running.process.wait(60) == 0, running.story()
+        assert "gpulease has stopped" in running.story()
+
+
+def test_under_nohup_it_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    running = DaemonProcess(tmp_path / "d", "--simulate", "1", environment={"PYTHONUNBUFFERED": "1"})
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        running.start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    try:
+        assert running.process is not None
+        running.process.send_signal(signal.SIGHUP)
+        assert running.request_lease(wait_s=50)["state"] == "active"
+    finally:
+        assert running.stop() == 0
