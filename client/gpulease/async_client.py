@@ -304,10 +304,8 @@ class AsyncClient(AsyncReservationMethods):
         shared_key: str | None,
         owner: ProcessId | None,
     ) -> AsyncLease:
-        lease, sent_at = await self._transport.run(self._flows.acquire(request, wait_s, shared_key, on_queued))
-        return AsyncLease(
-            self._renewing, lease, trusted_from=sent_at, on_lost=on_lost, shared=shared_key is not None, owner=owner
-        )
+        hold = partial(AsyncLease, self._renewing, on_lost=on_lost, shared=shared_key is not None, owner=owner)
+        return await self._transport.run(self._flows.acquire(request, wait_s, hold, shared_key, on_queued))
 
     async def request_lease(
         self, request: LeaseRequest, wait_s: float | None = None, on_queued: Callable[[Lease], None] | None = None

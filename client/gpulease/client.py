@@ -303,10 +303,10 @@ class Client(ReservationMethods):
         shared_key: str | None,
         owner: ProcessId | None,
     ) -> HeldLease:
-        lease, sent_at = self._transport.run(self._flows.acquire(request, wait_s, shared_key, on_queued))
         from gpulease.lease import HeldLease  # noqa: PLC0415 - for who holds leases
 
-        return HeldLease(self, lease, trusted_from=sent_at, on_lost=on_lost, shared=shared_key is not None, owner=owner)
+        hold = partial(HeldLease, self, on_lost=on_lost, shared=shared_key is not None, owner=owner)
+        return self._transport.run(self._flows.acquire(request, wait_s, hold, shared_key, on_queued))
 
     def request_lease(
         self, request: LeaseRequest, wait_s: float | None = None, on_queued: Callable[[Lease], None] | None = None

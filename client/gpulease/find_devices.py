@@ -272,19 +272,22 @@ def _fix_ordinals(visible: VisibleDevices, uuids: set[str], requirements: Device
 def _register(
     held: HeldLease, requirements: DeviceRequirements, visible: VisibleDevices, *, shared: bool = False
 ) -> list[int]:
-    REGISTRY.remember_environment()
     try:
+        REGISTRY.remember_environment()
         ordinals = _fix_ordinals(visible, {gpu.uuid for gpu in held.gpus}, requirements)
-    except BaseException:
+        if not reserved_leases():
+            # For ranks that this process will launch. Only the first of several leases counts: there is one
+            # environment.
+            owner = ProcessId.this_process()
+            os.environ[LEASE_VARIABLE], os.environ[TOKEN_VARIABLE] = held.id, str(held.fencing_token)
+            os.environ[ranks.FINDER_VARIABLE] = f"{owner.pid}:{owner.start_ticks}"
+        REGISTRY.add(FoundDevices(held, tuple(ordinals), requirements, visible, mask_settings()))
+    except BaseException:  # Ctrl-C as well
         if shared:
             held.detach()  # the other ranks still use it
         else:
             held.release()
+        if not reserved_leases():
+            REGISTRY.restore_environment()
         raise
-    if not reserved_leases():
-        # For ranks that this process will launch. Only the first of several leases counts: there is one environment.
-        owner = ProcessId.this_process()
-        os.environ[LEASE_VARIABLE], os.environ[TOKEN_VARIABLE] = held.id, str(held.fencing_token)
-        os.environ[ranks.FINDER_VARIABLE] = f"{owner.pid}:{owner.start_ticks}"
-    REGISTRY.add(FoundDevices(held, tuple(ordinals), requirements, visible, mask_settings()))
     return ordinals

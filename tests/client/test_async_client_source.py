@@ -51,7 +51,7 @@ REPLACEMENTS = {
     r"(shared_key: str \| None = None,\n    \)) -> HeldLease:": r"\1 -> PendingLease:",
     r"-> HeldLease:": "-> AsyncLease:",
     r"return self\._acquire\((.*?)\)\n": r"return PendingLease(lambda: self._acquire(\1))\n",
-    r"HeldLease\(self,": "AsyncLease(self._renewing,",
+    r"HeldLease, self,": "AsyncLease, self._renewing,",
     # Jobs
     r"client\.submit\(gp": "await client.submit(gp",
     r"print\(client\.wait_job\(job\.id\)\.exit_code\)": "print((await client.wait_job(job.id)).exit_code)",

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import socket
+import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any, cast
 
 import pytest
 
-from gpulease import Client, GpuleaseError
+from gpulease import Client, Gpu, GpuleaseError, GpuState, Node, NodeState, find_usable_cuda_devices, reserved_leases
 from gpulease.cuda.ordinals import VisibleDevices
 from gpulease.device_reuse import DeviceRegistry, DeviceRequirements, FoundDevices
 from gpulease.executor.task_loop import TaskLoop
 from gpulease.lease import HeldLease, _release_all
 from gpulease.sansio.failover import Destination
+from gpulease.sansio.release_retries import DEBTS
 from gpulease_protocol.host.process_id import ProcessId
 from tests.client.fake_daemon import FakeDaemon
 
@@ -191,3 +197,65 @@ def test_a_cancelled_request_that_was_refused_leaves_no_warning(daemon, client: 
     with pytest.raises(KeyboardInterrupt):
         client.lease(1)
     assert not caplog.records
+
+
+def is_interrupted(call: Callable[[], object], at: int, counts: Callable[[FrameType], bool]) -> bool:
+    """True if Ctrl-C came in a call, before the line of this number of those that count; false if it has no such."""
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and counts(frame) and next(lines) == at:
+            raise KeyboardInterrupt
+        return trace if "gpulease" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("wait_s", [0, 20])
+def test_ctrl_c_between_a_grant_and_its_holder_gives_the_lease_back(
+    daemon: FakeDaemon, client: Client, until, wait_s: float
+) -> None:
+    """A notebook that goes on would keep it, and no one would know of it there."""
+    client.gpus()
+
+    def counts(frame: FrameType) -> bool:
+        is_received = bool(daemon.leases) and frame.f_code.co_filename.endswith(("/flows.py", "/lease.py"))
+        return is_received and not any("gpulease-renew" in one.name for one in threading.enumerate())
+
+    held: list[HeldLease] = []
+    for at in itertools.count():
+        daemon.leases.clear()
+        if not is_interrupted(lambda: held.append(client.lease(1, wait_s=wait_s)), at, counts):
+            held[0].release()
+            break
+        assert {lease["end_reason"] for lease in daemon.leases.values()} == {"released"}, at
+        until(lambda: not DEBTS.owed_to(client.destination))
+    assert at > 10
+
+
+def test_ctrl_c_between_a_lease_and_its_devices_gives_it_back(daemon: FakeDaemon, client: Client, monkeypatch) -> None:
+    """The next call would ask for others, and find them held by this process."""
+    for name in ("GPULEASE_LEASE_ID", "GPULEASE_LEASE_TOKEN", "GPULEASE_FOUND_BY", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")
+    daemon.gpus = [Gpu(uuid="GPU-0", node="a", index=0, name="H100", state=GpuState.FREE)]
+    daemon.nodes = [Node(name="a", host=socket.gethostname(), state=NodeState.READY, gpu_count=1, simulated=True)]
+
+    def counts(frame: FrameType) -> bool:
+        return frame.f_code.co_name == "_register" and not reserved_leases()
+
+    for at in itertools.count(1):  # before the first line it has not begun
+        if not is_interrupted(lambda: find_usable_cuda_devices(1, client=client), at, counts):
+            break
+        assert [lease["end_reason"] for lease in daemon.leases.values()] == ["released"] * at, at
+        assert os.environ["GPULEASE_LEASE_ID"] == ""
+    assert at > 5
+    for held in reserved_leases():
+        held.release()

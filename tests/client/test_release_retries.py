@@ -155,7 +155,7 @@ def test_a_request_whose_outcome_is_unknown_is_withdrawn_when_the_daemon_is_back
 
 def test_a_flow_that_is_given_up_between_two_effects_owes_its_request(daemon: FakeDaemon, until: Until) -> None:
     """As when Ctrl-C arrives there, or a loop ends without finishing its tasks."""
-    flow = Flows(Destination.of(daemon.url, None, 1.0), 1.0).acquire(lease_request(count=1), 0)
+    flow = Flows(Destination.of(daemon.url, None, 1.0), 1.0).request_lease(lease_request(count=1), 0)
     next(flow)
     flow.close()
     until(lambda: bool(daemon.leases) and is_released(daemon))

@@ -196,7 +196,10 @@ class PlayedOwner:
             owner_realm=self.node.realm,
         )
         try:
-            lease, heard_s = await transport.run(flows.acquire(request, chance.choice((0.5, 5.0, 40.0))))
+            held = flows.acquire(
+                request, chance.choice((0.5, 5.0, 40.0)), lambda lease, trusted_from: (lease, trusted_from)
+            )
+            lease, heard_s = await transport.run(held)
         except BaseException as error:
             world.see("gave_up", key=key)
             if isinstance(error, GpuleaseError | Interrupted):

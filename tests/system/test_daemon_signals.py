@@ -46,7 +46,8 @@ def test_it_ends_in_good_order_when_its_terminal_is_closed(tmp_path: Path) -> No
 
 
 def test_under_nohup_it_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> None:
-    running = DaemonProcess(tmp_path / "d", "--simulate", "1", environment={"PYTHONUNBUFFERED": "1"})
+    # Executed, not forked: a process that forks them for all tests ignores nothing.
+    running = DaemonProcess(tmp_path / "d", "--simulate", "1", environment={"PYTHONUNBUFFERED": "yes"})
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         running.start()
@@ -55,6 +56,6 @@ def test_under_nohup_it_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> N
     try:
         assert running.process is not None
         running.process.send_signal(signal.SIGHUP)
-        assert running.request_lease(wait_s=50)["state"] == "active"
+        assert running.request_lease(wait_s=50)["state"] == "active", running.story()
     finally:
         assert running.stop() == 0

@@ -47,6 +47,7 @@ LOG = logging.getLogger("gpulease")
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
+Held = TypeVar("Held")
 
 RETRY_S, TAKEOVER_RETRY_S = 1.0, 10.0
 """Retry budget of calls that neither long-poll nor hold a lease; with several addresses, long enough for a takeover."""
@@ -135,43 +136,44 @@ class Flows:
             yield from self._settle_debts()
             call = endpoints.request_lease(request, uuid.uuid4().hex)
             return (yield from self._request(call, self._short_retry_s, shared=False))
-        return (yield from self.acquire(request, wait_s, on_queued=on_queued))[0]
+        return (yield from self.acquire(request, wait_s, _unheld, on_queued=on_queued))
 
     def acquire(
         self,
         request: LeaseRequest,
         wait_s: float,
+        hold: Callable[..., Held],
         shared_key: str | None = None,
         on_queued: Callable[[Lease], None] | None = None,
-    ) -> Flow[tuple[Lease, float]]:
-        """An active lease, and a monotonic time before its grant or its last renewal.
+    ) -> Flow[Held]:
+        """What `hold` makes of an active lease and of `trusted_from`, a monotonic time before its grant or its last
+        renewal. Whatever interrupts this before there is a holder gives the lease back.
 
         With `shared_key` the lease may have been granted to another process long ago, so it is always renewed. If the
         wait is interrupted then, a queued request is withdrawn but never a granted lease, because others hold it.
         """
         check_wait(wait_s)
         yield from self._settle_debts()
-        key = shared_key or uuid.uuid4().hex
-        if wait_s <= 0:
-            lease, sent_at = yield from self._acquire_now(replace(request, queue=False), key, shared_key is not None)
-        else:
-            # A request that is retried under its key may have been granted at the first attempt.
-            sent_at = time.monotonic()
-            # Get the id before waiting, so that the request can be withdrawn whatever interrupts the wait.
-            lease = yield from self._request(
-                endpoints.request_lease(request, key), self._retry_s, shared_key is not None
-            )
+        key, shared, lease = shared_key or uuid.uuid4().hex, shared_key is not None, None
         silent = on_queued is not None and not getattr(on_queued, "announces", False)
         with WaitAnnouncement(self.failover, silent=silent) as announcement:
             try:
+                # A request that is retried under its key may have been granted at the first attempt.
+                sent_at = time.monotonic()
+                if wait_s <= 0:
+                    lease = yield from self._acquire_now(replace(request, queue=False), key, shared)
+                else:
+                    # Get the id before waiting, so that the request can be withdrawn whatever interrupts the wait.
+                    lease = yield from self._request(endpoints.request_lease(request, key), self._retry_s, shared)
                 if not _settled(lease):
                     if on_queued is not None:
                         on_queued(lease)
                     lease, sent_at = yield from self._wait_for_grant(lease, sent_at, wait_s, announcement)
-                return (yield from self._renewed_if_old(lease, float("-inf") if shared_key else sent_at))
+                lease, sent_at = yield from self._renewed_if_old(lease, float("-inf") if shared else sent_at)
+                return hold(lease, trusted_from=sent_at)
             except BaseException as error:
-                if shared_key is None or not _settled(lease):
-                    debt = Debt(self.failover, lease_id=lease.id, granted_too=shared_key is None)
+                if lease is not None and not (shared and _settled(lease)):
+                    debt = Debt(self.failover, lease_id=lease.id, granted_too=not shared)
                     if (yield from self._settle_or_owe(debt, error)) and not isinstance(error, Exception):
                         announcement.gave_up(error)
                 raise
@@ -281,12 +283,9 @@ class Flows:
                 remedy="Check that a gpulease daemon of the same version listens there.",
             ) from error
 
-    def _acquire_now(self, request: LeaseRequest, key: str, shared: bool) -> Flow[tuple[Lease, float]]:
-        sent_at = time.monotonic()
+    def _acquire_now(self, request: LeaseRequest, key: str, shared: bool) -> Flow[Lease]:
         try:
-            return (
-                yield from self._request(endpoints.request_lease(request, key), self._short_retry_s, shared)
-            ), sent_at
+            return (yield from self._request(endpoints.request_lease(request, key), self._short_retry_s, shared))
         except NotNow as error:
             raise _not_now(request.demand(), error.explanation, 0, error) from None
 
@@ -407,6 +406,11 @@ def check_wait(wait_s: float | None) -> None:
     """Raise InvalidRequest for a time that is below 0 or no number; None and infinity wait forever."""
     if wait_s is not None and not wait_s >= 0:
         raise InvalidRequest(f"wait_s: must be 0 or more seconds, not {wait_s}.")
+
+
+def _unheld(lease: Lease, trusted_from: float) -> Lease:
+    """For who renews and releases it: the lease itself."""
+    return lease
 
 
 def _settled(lease: Lease) -> bool:
