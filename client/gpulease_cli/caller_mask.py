@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 from gpulease.client import Client
 from gpulease.device_reuse import LEASE_VARIABLE
+from gpulease_cli import output
 from gpulease_cli.option_types import DeviceForm
 from gpulease_protocol.errors import InvalidRequest, UnknownOrdinals
 from gpulease_protocol.gpu_selection import MASK
@@ -70,5 +70,4 @@ def _visible(client: Client, mask: str, node: str | None) -> VisibleDevices | st
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"gpulease: {text}\n")
-    sys.stderr.flush()
+    output.say(f"gpulease: {text}\n")

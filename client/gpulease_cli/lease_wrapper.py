@@ -292,5 +292,4 @@ def _pid(descriptor: int) -> int | None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"gpulease-wrap: {text}\n")
-    sys.stderr.flush()
+    output.say(f"gpulease-wrap: {text}\n")

@@ -120,10 +120,17 @@ def warn_if_stale(as_of: str | None) -> None:
         )
 
 
+def say(text: str) -> None:
+    """Write to stderr. Where that is gone, as when a terminal was closed, nothing that waits or runs ends by it."""
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
 def print_error(what: str, why: str, remedy: str) -> None:
     """Print an error: one line each of what, why and what to do."""
     lines = (f"gpulease: {what}", f"  why: {why}", f"  do:  {remedy}")
-    sys.stderr.write("".join(printable(line, 2000) + "\n" for line in lines if not line.endswith(":  ")))
+    say("".join(printable(line, 2000) + "\n" for line in lines if not line.endswith(":  ")))
 
 
 def print_gpulease_error(error: GpuleaseError) -> None:

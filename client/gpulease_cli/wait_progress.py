@@ -17,6 +17,7 @@ import click
 
 from gpulease.client import Client
 from gpulease.sansio.release_retries import DEBTS
+from gpulease_cli import output
 from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, Unavailable
 from gpulease_protocol.model import Job, JobState, Lease
 from gpulease_protocol.obstacle_groups import describe_wait
@@ -74,7 +75,7 @@ class QueueProgress:
         if gave_up:
             owed = DEBTS.owed_to(self._client.destination)
             what = "the daemon ends the request when it is back" if owed else "the request is out of the queue"
-            sys.stderr.write(f"gpulease: gave up; {what}\n")
+            output.say(f"gpulease: gave up; {what}\n")
             raise click.exceptions.Exit(128 + signal.SIGINT) from None
 
     def start(self, lease: Lease) -> None:
@@ -110,9 +111,8 @@ class _WarningsBelow(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._queue_progress.wipe()
-            sys.stderr.write(f"{self.format(record)}\n")
-            sys.stderr.flush()
-        except Exception:  # as every handler: who logs a warning does not fail because stderr is gone
+            output.say(f"{self.format(record)}\n")
+        except Exception:  # as every handler: who logs a warning does not fail by it
             self.handleError(record)
 
 
@@ -170,8 +170,7 @@ class _Progress:
             if key != self._last and not self._closed:
                 self._last = key
                 self._wipe()
-                sys.stderr.write(printable(f"{self._subject} {sentence}", 2000) + "\n")
-                sys.stderr.flush()
+                output.say(printable(f"{self._subject} {sentence}", 2000) + "\n")
 
     def close(self) -> None:
         """Stop. Printed lines stay; the redrawn line is removed."""
@@ -183,7 +182,6 @@ class _Progress:
         """Remove the redrawn line until it is drawn again."""
         with self._lock:
             self._wipe()
-            sys.stderr.flush()
 
     def _draw(self, what: str) -> None:
         """Redraw the terminal's last line: how long it has waited, and `what`."""
@@ -192,13 +190,12 @@ class _Progress:
         with self._lock:
             if not self._closed:
                 line = printable(f"waiting {waited}{what}", max(columns - 1, 20))
-                sys.stderr.write(f"\r{line}{CLEAR_LINE}")
-                sys.stderr.flush()
+                output.say(f"\r{line}{CLEAR_LINE}")
                 self._drawn, self._last = True, None
 
     def _wipe(self) -> None:
         if self._drawn:
-            sys.stderr.write(f"\r{CLEAR_LINE}")
+            output.say(f"\r{CLEAR_LINE}")
             self._drawn = False
 
     def show_reason(self, lease_id: str, fallback: str | None = None) -> bool:

@@ -137,6 +137,34 @@ def test_a_command_whose_lease_is_preempted_gets_sigterm_at_the_notice(daemon, t
     assert daemon.only_lease()["end_reason"] == "released"
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_terminal_that_is_closed_ends_no_wait_and_keeps_no_notice_from_the_command(
+    daemon: FakeDaemon, tmp_path: Path, waits: bool
+) -> None:
+    """As of a program that was started with `setsid` or `disown`: it gets no SIGHUP, and cannot write any more."""
+    saved = tmp_path / "checkpoint"
+    command = f"trap 'echo whole > {saved}; exit 3' TERM; echo part > {saved}; while :; do sleep 0.05; done"
+    terminal, stderr = os.openpty()
+    daemon.free = not waits
+    words = [sys.executable, "-m", "gpulease_cli", "run", "--wait", "50s", "--ttl", "2s", "--", "sh", "-c", command]
+    with subprocess.Popen(words, env=environ(GPULEASE_URL=daemon.url), stderr=stderr, start_new_session=True) as run:
+        try:
+            os.close(stderr)
+            wait_until(lambda: daemon.count("explain") if waits else saved.exists())
+            os.close(terminal)
+            if waits:
+                before = daemon.count("explain")
+                wait_until(lambda: daemon.count("explain") > before + 1)  # it has tried to write meanwhile
+                daemon.grant("L-1")
+            wait_until(lambda: saved.exists() and saved.read_text() == "part\n")
+            daemon.only_lease()["preempt_at"] = "2026-01-01T12:00:00Z"
+            assert run.wait(60) == 3
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    assert saved.read_text() == "whole\n"
+
+
 def test_a_command_that_had_the_notice_is_killed_when_its_lease_ends(daemon: FakeDaemon, tmp_path: Path) -> None:
     """It had its time to save since the notice; a lost lease that no one has announced gives it the grace."""
     told, ticks, grace_s = tmp_path / "told", tmp_path / "ticks", 2.0

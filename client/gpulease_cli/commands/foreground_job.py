@@ -162,7 +162,7 @@ def run(request: JobRequest, wait_s: float, *, tell: bool) -> int:
             job = _started(client, job, wait_s)
             if tell and job.members:
                 nodes = ", ".join(one.node for one in job.members)
-                sys.stderr.write(f"gpulease: {job.id} on {nodes}, until it ends\n")
+                output.say(f"gpulease: {job.id} on {nodes}, until it ends\n")
             if job.started_at is not None:
                 print_log(client, job, follow=True)
             job = client.wait_job(job.id)
@@ -233,7 +233,7 @@ class _SignalsCancel:
             raise KeyboardInterrupt
         grace_s = GRACE_S if self._count == 1 else 0.0
         how = f"it has {GRACE_S:g} s to end" if grace_s else "at once"
-        sys.stderr.write(f"\ngpulease: cancelling {self._job_id}, {how}\n")
+        output.say(f"\ngpulease: cancelling {self._job_id}, {how}\n")
         threading.Thread(target=self._cancel, args=(grace_s,), daemon=True).start()
 
     def _cancel(self, grace_s: float) -> None:

@@ -270,8 +270,7 @@ def _print_granted(lease: HeldLease | BorrowedLease, what: str) -> None:
     where = ", ".join(sorted({gpu.node for gpu in lease.gpus}))
     until = f"until {what} ends" if isinstance(lease, HeldLease) else "as before"
     line = f"gpulease: {_gpus(lease.gpus)} of {where} ({lease.id}), {until}"
-    sys.stderr.write(f"\x1b[2m{line}\x1b[0m\n" if sys.stderr.isatty() else f"{line}\n")
-    sys.stderr.flush()
+    output.say(f"\x1b[2m{line}\x1b[0m\n" if sys.stderr.isatty() else f"{line}\n")
 
 
 def _gpus(gpus: tuple[Device, ...]) -> str:
@@ -361,8 +360,7 @@ class _ForegroundProcess:
 
     def preempt(self, lease: HeldLease | BorrowedLease) -> None:
         """Tell the command that its lease ends soon, as a job is told: by SIGTERM, so that it saves a checkpoint."""
-        sys.stderr.write(f"gpulease: {lease.id} is preempted: the command gets SIGTERM now, and ends with the lease\n")
-        sys.stderr.flush()
+        output.say(f"gpulease: {lease.id} is preempted: the command gets SIGTERM now, and ends with the lease\n")
         self._told_at_s = time.monotonic()
         self.signal(signal.SIGTERM)
 
