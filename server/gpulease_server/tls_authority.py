@@ -9,7 +9,8 @@ In the data directory's `tls/`, made once under the lock of that directory:
 | `server.pem` | 0600 | the daemon's certificate and key, in one file, so that it is replaced as a whole |
 
 The server's certificate is for every name and address of the host. It is made again when it has less than 30 days left,
-when the host has got another name or address, or when the authority is another one. Each file is written beside its
+when the host has got another name or address, when the authority is another one, or when it is of the future: the
+wall clock was wrong then. Each file is written beside its
 place and renamed, the key first: after a crash there is the old one or the new one.
 """
 
@@ -114,7 +115,9 @@ class TlsAuthority:
         except Exception as error:  # whatever is wrong with it, it is made again
             log.warning("server.pem is made again: %s", error)
             return False
-        return found.not_valid_after_utc - clock.now().at > RENEW_BEFORE and set(names) <= set(known)
+        now = clock.now().at
+        is_valid = found.not_valid_before_utc <= now < found.not_valid_after_utc - RENEW_BEFORE
+        return is_valid and set(names) <= set(known)
 
     def _issue(self, key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, names: Names) -> None:
         own, now = ec.generate_private_key(ec.SECP256R1()), clock.now().at

@@ -88,6 +88,18 @@ def test_a_certificate_is_made_again_when_it_ends_soon_or_the_host_has_another_n
     assert (tmp_path / "tls" / "server.pem").read_bytes() != first
 
 
+def test_a_certificate_of_a_clock_that_was_ahead_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No client would believe it for more than a year, and it would not end soon."""
+    authority, at = TlsAuthority(tmp_path / "tls"), clock.now()
+    authority.renew()
+    with monkeypatch.context() as ahead:
+        ahead.setattr(clock, "now", lambda: type(at)(at.at + timedelta(days=500), at.mono_s))
+        assert authority.renew()
+    assert authority.renew()
+    assert shakes_hands(tmp_path / "tls", "localhost") is None
+    assert not authority.renew()
+
+
 def test_files_that_are_broken_are_made_again_or_named(tmp_path: Path) -> None:
     authority = TlsAuthority(tmp_path / "tls")
     authority.renew()
