@@ -220,13 +220,13 @@ def _guarded_holder(descriptor: int, pidfile: Path, writer: int, asked: dict[str
 def _be_holder(descriptor: int, writer: int, nothing: int, asked: dict[str, Any]) -> int:
     import shlex  # noqa: PLC0415 - for this mode only
 
-    from gpulease.client import Client  # noqa: PLC0415
     from gpulease.own_node import node_to_ask_for  # noqa: PLC0415
     from gpulease_cli import caller_mask, wait_progress  # noqa: PLC0415
     from gpulease_cli.surrounding_lease import surrounding_lease  # noqa: PLC0415
     from gpulease_protocol.launchers import lease_variables  # noqa: PLC0415
 
-    with Client() as client, wait_progress.QueueProgress(client) as progress:
+    connected = wait_progress.patient_client(asked["wait"])
+    with connected as client, wait_progress.QueueProgress(client) as progress:
         around = surrounding_lease(client)
         if around is not None:
             raise InUse(f"This shell has {around.id} already.", remedy="Give it back first, or run what needs it here.")

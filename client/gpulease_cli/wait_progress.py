@@ -32,6 +32,13 @@ NO_DAEMON = "; the daemon does not answer, and is asked again"
 """What a wait says while it cannot be asked why it waits."""
 POLL_S = 1.0
 """Time between two queries for the reason of a wait."""
+RETRY_S = 30.0
+"""How long a daemon may be away, at least, before a command gives up."""
+
+
+def patient_client(wait_s: float) -> Client:
+    """A client for a wait in the queue, which goes on through an outage of the daemon for as long as it may last."""
+    return Client(retry_s=max(wait_s, RETRY_S))
 
 
 def wait_for_job(client: Client, job_id: str, until: Callable[[Job], bool]) -> Job:

@@ -165,6 +165,26 @@ def test_a_terminal_that_is_closed_ends_no_wait_and_keeps_no_notice_from_the_com
     assert saved.read_text() == "whole\n"
 
 
+def test_a_wait_keeps_its_place_for_as_long_as_it_may_last_while_no_daemon_answers(daemon: FakeDaemon) -> None:
+    program = "import sys, gpulease_cli.wait_progress as it; it.RETRY_S = 0.5; from gpulease_cli import main"
+    words = [sys.executable, "-c", f"{program}; sys.exit(main(sys.argv[1:]))", "run", "--wait", "5m", "--", "true"]
+    daemon.free = False
+    with subprocess.Popen(words, env=environ(GPULEASE_URL=daemon.url), start_new_session=True) as run:
+        try:
+            wait_until(lambda: daemon.count("wait_while=queued"))
+            daemon.stop()
+            since_s = time.monotonic()
+            wait_until(lambda: time.monotonic() > since_s + 3.0 or run.poll() is not None)
+            assert run.poll() is None
+            daemon.start()
+            daemon.grant("L-1")
+            assert run.wait(60) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    assert len(daemon.leases) == 1
+
+
 def test_a_command_that_had_the_notice_is_killed_when_its_lease_ends(daemon: FakeDaemon, tmp_path: Path) -> None:
     """It had its time to save since the notice; a lost lease that no one has announced gives it the grace."""
     told, ticks, grace_s = tmp_path / "told", tmp_path / "ticks", 2.0

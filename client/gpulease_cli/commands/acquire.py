@@ -124,7 +124,8 @@ def acquire(
     if gpus is not None and devices is not None:
         raise InvalidRequest("Give -n or --devices, not both.")
     caller = calling_shell()
-    with wait_progress.ended_by_signals(), Client() as client, wait_progress.QueueProgress(client) as progress:
+    connected = wait_progress.patient_client(wait)
+    with wait_progress.ended_by_signals(), connected as client, wait_progress.QueueProgress(client) as progress:
         if not new:
             _check_unbound(client)
         owner = caller.process.owner_fields(local=client.destination.local) if caller and not detach else {}

@@ -209,7 +209,7 @@ def run_leased(
         raise InvalidRequest("Give -n or --devices, not both.")
     process = _ForegroundProcess(command)
     try:
-        with Client() as client, _leased(client, process, gpus, options) as lease:
+        with wait_progress.patient_client(options["wait"]) as client, _leased(client, process, gpus, options) as lease:
             environ = _environ(lease, options["mask"] or choose_mask(Launcher.PLAIN, command))
             environ |= {name: value(lease.gpus) for name, value in more.items()}
             if tell:
