@@ -262,6 +262,9 @@ def test_a_job_that_starts_too_late_is_ended_before_the_window() -> None:
     )
     skip(here, 5.0)
     assert [one.job_id for one in here.events("job.ended_for_reservation")] == [job], "it is told once"
+    here.ended(job, 143)
+    ended = here.ledger.jobs[job].job
+    assert (ended.state, ended.reason) == (JobState.CANCELLED, stopping.job.reason)
 
 
 def test_a_late_job_that_was_cancelled_with_a_long_grace_is_ended_too() -> None:

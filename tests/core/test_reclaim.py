@@ -354,7 +354,9 @@ def test_an_idle_job_is_stopped_as_if_cancelled_and_its_reason_names_that() -> N
     here.pass_time(SLACK_S)
     assert kinds(here, lease.lease) == ["reclaim_notice", "reclaimed"], "in its grace it is told nothing more"
     here.ended(job_id, 143)
-    assert here.ledger.jobs[job_id].job.state is JobState.CANCELLED, "and it is not tried again"
+    job = here.ledger.jobs[job_id]
+    assert job.job.state is JobState.CANCELLED, "and it is not tried again"
+    assert "its GPUs did nothing for" in (job.job.reason or ""), "who looks the next day reads why"
 
 
 def test_interactive_leases_are_covered_where_the_administrator_says_so() -> None:

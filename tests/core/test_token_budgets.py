@@ -170,7 +170,22 @@ def test_a_job_is_stopped_when_its_time_is_over() -> None:
     here.pass_time(101)
     record = here.ledger.jobs[job]
     assert record.job.state is JobState.STOPPING
-    assert "the 100 s that a lease of token t may last are over" in str(record.job.reason)
+    why = "cancelled: the 100 s that a lease of token t may last are over"
+    assert record.job.reason == why
+    here.ended(job, 143)
+    ended = here.ledger.jobs[job].job
+    assert (ended.state, ended.reason) == (JobState.CANCELLED, why)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_that_no_node_has_taken_up_says_that_its_time_was_over(nodes: int) -> None:
+    here = World().node("a").node("b")
+    job = here.submit(1, token="t", budget=budget(lease_s=100), nodes=nodes)
+    skip(here, 101.0)
+    here.pass_time(0.5)
+    ended = here.ledger.jobs[job].job
+    why = "cancelled: the 100 s that a lease of token t may last are over"
+    assert (ended.state, ended.reason) == (JobState.CANCELLED, why)
 
 
 def test_a_job_that_was_cancelled_with_a_long_grace_ends_with_its_budget_all_the_same() -> None:

@@ -34,7 +34,7 @@ from gpulease_server.core.happenings import (
     Ticked,
     WaiterPolled,
 )
-from gpulease_server.core.job import cancel_job, on_cancel_requested, on_job_submitted
+from gpulease_server.core.job import STOPPED_BY_DAEMON, cancel_job, on_cancel_requested, on_job_submitted
 from gpulease_server.core.keep import on_keep_requested
 from gpulease_server.core.late_jobs import end_late_jobs
 from gpulease_server.core.lease import (
@@ -130,7 +130,7 @@ def _end_spent_leases(turn: Turn) -> None:
             end_lease(turn, record, EndReason.BUDGET_SPENT)
         elif job.cancelled_at is None or job.grace_s > JOB_GRACE_S:
             turn.emit("lease.budget_spent", lease_id=record.lease.id, job_id=job.job.id, reason=why)
-            cancel_job(turn, job, min(job.grace_s, JOB_GRACE_S), f"cancelled: {why}")
+            cancel_job(turn, job, min(job.grace_s, JOB_GRACE_S), STOPPED_BY_DAEMON + why)
 
 
 def _notice_silence(turn: Turn) -> None:

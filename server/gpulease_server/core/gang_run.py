@@ -53,7 +53,15 @@ from gpulease_server.core.elastic_jobs import go_on, is_late
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu import is_unheard
-from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, queue_preempted, retry_job
+from gpulease_server.core.job import (
+    change_job,
+    finish_job,
+    mark_stuck,
+    may_retry,
+    queue_preempted,
+    retry_job,
+    why_cancelled,
+)
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import JobRecord
 from gpulease_server.core.turn import Turn
@@ -333,7 +341,7 @@ def _finish(turn: Turn, record: JobRecord) -> None:
     stopped_to_grow = record.grows_at is not None and (origin is None or origin.follows)
     node_left = stopped_to_grow or (origin is not None and origin.node_left)
     if record.cancelled_at is not None and not timed_out:
-        finish_job(turn, record, JobState.CANCELLED, "cancelled", lease_end)
+        finish_job(turn, record, JobState.CANCELLED, why_cancelled(record), lease_end)
     elif timed_out:
         finish_job(turn, record, JobState.TIMED_OUT, reason, lease_end)
     elif job.preempt_at is not None:

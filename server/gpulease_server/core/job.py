@@ -37,6 +37,8 @@ ATTEMPT_SUFFIX = re.compile(r"r[0-9]+$")
 """Of the id of a lease of a later attempt; ids themselves are hexadecimal."""
 MAX_HISTORY = 20
 """Earlier attempts of a job that are kept."""
+STOPPED_BY_DAEMON = "cancelled: "
+"""So the reason of a job begins that the daemon stops: for a budget, a reservation, or others that wait."""
 STUCK_NODES_SHOWN = 4
 """For how many nodes a job's reason says which processes do not die."""
 
@@ -168,6 +170,12 @@ def cancel_job(turn: Turn, record: JobRecord, grace_s: float, why: str) -> None:
         # What keeps one that stops already is worth more than who wanted it to.
         reason = why if first and record.job.state is not JobState.STOPPING else record.job.reason
         change_job(turn, record, JobState.STOPPING, reason=reason)
+
+
+def why_cancelled(record: JobRecord, by_user: str = "cancelled") -> str:
+    """The reason with which a job ends that was cancelled: why the daemon has stopped it, where no user has."""
+    reason = record.job.reason or ""
+    return reason if reason.startswith(STOPPED_BY_DAEMON) and not record.stuck_on else by_user
 
 
 def mark_stuck(turn: Turn, record: JobRecord, node: str, report: JobReport) -> None:

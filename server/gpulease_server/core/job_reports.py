@@ -9,7 +9,15 @@ from gpulease_protocol.model import EndReason, JobState
 from gpulease_protocol.node_protocol import JobReport, RunState, final_state
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_run import on_part_reported
-from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, queue_preempted, retry_job
+from gpulease_server.core.job import (
+    change_job,
+    finish_job,
+    mark_stuck,
+    may_retry,
+    queue_preempted,
+    retry_job,
+    why_cancelled,
+)
 from gpulease_server.core.records import JobRecord
 from gpulease_server.core.turn import Turn
 
@@ -29,7 +37,7 @@ def on_job_reports(turn: Turn, node: str, reports: Iterable[JobReport]) -> None:
         elif record.log_directory is not None or record.job.started_at is not None:
             finish_job(turn, record, JobState.LOST, f"the worker of {node} has lost its record of the job")
         elif record.cancelled_at is not None:
-            finish_job(turn, record, JobState.CANCELLED, "cancelled before it started")
+            finish_job(turn, record, JobState.CANCELLED, why_cancelled(record, "cancelled before it started"))
 
 
 def _apply_job_report(turn: Turn, record: JobRecord, node: str, report: JobReport) -> None:
@@ -54,6 +62,8 @@ def _apply_job_report(turn: Turn, record: JobRecord, node: str, report: JobRepor
             "ended_at": report.ended_at or turn.now.at,
         }
         state, reason = final_state(report, cancelled=record.cancelled_at is not None)
+        if state is JobState.CANCELLED:
+            reason = why_cancelled(record)
         is_done = state is JobState.TIMED_OUT or (report.exit_code == 0 and report.reason is None)
         if record.job.preempt_at is not None and record.cancelled_at is None and not is_done:
             told = replace(record, job=replace(record.job, started_at=started, exit_code=report.exit_code))

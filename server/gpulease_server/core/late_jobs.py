@@ -17,7 +17,7 @@ from gpulease_protocol.model import LeaseState
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import is_for
 from gpulease_server.core.explain.reserved_gpus import describe_reservation
-from gpulease_server.core.job import cancel_job
+from gpulease_server.core.job import STOPPED_BY_DAEMON, cancel_job
 from gpulease_server.core.records import GpuRecord, JobRecord, LeaseRecord
 from gpulease_server.core.shadow_time import END_S, JOB_GRACE_S, JOB_START_S
 from gpulease_server.core.token_budgets import TokenBudgets, held_s
@@ -49,7 +49,7 @@ def _end_if_late(turn: Turn, entry: Reservation, gpu: GpuRecord, record: LeaseRe
     where = f"GPU {gpu.device.index} of {gpu.device.node} is {describe_reservation(entry)}"
     why = f"it started too late to end by itself before that: {where}"
     turn.emit("job.ended_for_reservation", job_id=job.job.id, lease_id=lease.id, reason=why)
-    cancel_job(turn, job, min(job.grace_s, JOB_GRACE_S), f"cancelled: {why}")
+    cancel_job(turn, job, min(job.grace_s, JOB_GRACE_S), STOPPED_BY_DAEMON + why)
 
 
 def _is_late(turn: Turn, record: LeaseRecord) -> bool:

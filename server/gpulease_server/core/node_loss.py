@@ -49,7 +49,7 @@ from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_run import lose_part
 from gpulease_server.core.gpu import is_unheard, unheard_nodes
 from gpulease_server.core.happenings import NodeForgetRequested
-from gpulease_server.core.job import finish_job, may_retry, queue_preempted, retry_job
+from gpulease_server.core.job import finish_job, may_retry, queue_preempted, retry_job, why_cancelled
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import stop_watching
@@ -106,7 +106,7 @@ def _lose_fenced_jobs(turn: Turn, node: str, silent_s: float) -> None:
 def _end_job_that_is_off(turn: Turn, record: JobRecord, reason: str, *, has_left: bool = False) -> None:
     """End a job, or queue its next attempt. No process of it is left. `has_left`: its node went in good order."""
     if record.cancelled_at is not None:
-        finish_job(turn, record, JobState.CANCELLED, f"cancelled; {reason}", EndReason.NODE_LOST)
+        finish_job(turn, record, JobState.CANCELLED, f"{why_cancelled(record)}; {reason}", EndReason.NODE_LOST)
     elif record.job.preempt_at is not None:
         queue_preempted(turn, record)
     elif may_retry(record, node_left=has_left):

@@ -14,7 +14,7 @@ from gpulease_protocol.model import EndReason, JobState, Lease
 from gpulease_server.core.declared_ends import declared_end_s
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.idle import IdleTime, idle_time
-from gpulease_server.core.job import cancel_job
+from gpulease_server.core.job import STOPPED_BY_DAEMON, cancel_job
 from gpulease_server.core.kept_leases import kept_now
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.reclaim_choice import leases_to_reclaim
@@ -136,7 +136,7 @@ def _end(turn: Turn, record: LeaseRecord, idle: IdleTime, for_id: str) -> None:
     if job is None:
         end_lease(turn, record, EndReason.RECLAIMED_IDLE)
     else:
-        why = f"cancelled: its GPUs did nothing for {duration(idle.lasted_s)}, and {for_id} waits for them"
+        why = f"{STOPPED_BY_DAEMON}its GPUs did nothing for {duration(idle.lasted_s)}, and {for_id} waits for them"
         cancel_job(turn, job, min(job.grace_s, JOB_GRACE_S), why)
 
 
