@@ -93,8 +93,10 @@ class JobReport(Noun):
 
 def final_state(report: JobReport, *, cancelled: bool) -> tuple[JobState, str | None]:
     """The final state and the reason of an attempt that has exited, unless it is tried again. A command that ended well
-    before it was stopped has succeeded."""
-    if report.exit_code == 0 and not report.timed_out:
+    before it was stopped has succeeded; one that was cancelled and ended well after that, once it had saved what it
+    had, has not."""
+    was_stopped = cancelled and report.reason is not None
+    if report.exit_code == 0 and not report.timed_out and not was_stopped:
         return JobState.SUCCEEDED, None
     if report.timed_out:
         return JobState.TIMED_OUT, report.reason or "ran longer than its time limit"

@@ -76,6 +76,22 @@ def test_how_a_job_ends_decides_what_becomes_of_the_next(
         assert job(world, second).reason == reason
 
 
+@pytest.mark.parametrize(("reason", "state"), [("It was stopped on request.", "cancelled"), (None, "succeeded")])
+def test_a_job_that_has_saved_what_it_had_when_it_was_cancelled_has_not_succeeded(
+    reason: str | None, state: str
+) -> None:
+    """Its program ended with 0 after SIGTERM; or before that, and was done."""
+    world = World().node(gpus=2)
+    first = world.submit()
+    second = world.submit(after={first: "succeeded"})
+    world.run_job(first)
+    world.cancel(first)
+    world.jobs["a"] = [JobReport(job_id=first, state=RunState.EXITED, exit_code=0, reason=reason)]
+    world.report()
+    assert job(world, first).state == state
+    assert job(world, second).state is (JobState.CANCELLED if reason else JobState.STARTING)
+
+
 def test_a_chain_of_thousands_is_cancelled_with_its_first_job() -> None:
     """Longer than Python's stack."""
     world = World(policy=Policy(max_waiting_for_jobs=3000)).node(gpus=1)

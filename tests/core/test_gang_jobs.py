@@ -263,6 +263,15 @@ def test_cancelling_stops_all_parts_with_the_grace_of_the_user() -> None:
     assert (job_of(world, job_id).state, job_of(world, job_id).reason) == (JobState.CANCELLED, "cancelled")
 
 
+def test_parts_that_have_saved_what_they_had_when_they_were_cancelled_have_not_succeeded() -> None:
+    world = fleet("a", "b")
+    job_id = running(world)
+    part(world, job_id, "a", RunState.EXITED, exit_code=0)
+    world.cancel(job_id)
+    part(world, job_id, "b", RunState.EXITED, exit_code=0, reason="It was stopped on request.", follows=True)
+    assert (job_of(world, job_id).state, job_of(world, job_id).reason) == (JobState.CANCELLED, "cancelled")
+
+
 def test_cancelling_before_any_node_has_taken_its_part_up_ends_it_at_once() -> None:
     world = fleet("a", "b")
     job_id = world.submit(2, nodes=2)
