@@ -275,7 +275,9 @@ def test_it_can_be_cancelled_while_it_is_stopped_for_a_node() -> None:
     start(world, job_id)
     world.jobs["c"] = []
     world.pass_time(GROW_AFTER_S + 2)
+    assert (job_of(world, job_id).reason or "").startswith("It starts again with")
     world.cancel(job_id)
+    assert job_of(world, job_id).reason == "cancelled"
     for node in "ab":
         part(world, job_id, node, RunState.EXITED, exit_code=0, reason=STOPPED)
     assert job_of(world, job_id).state is not JobState.STARTING

@@ -552,11 +552,15 @@ def test_a_preempted_job_that_its_user_cancels_is_not_queued_again() -> None:
     here = world(gpus=1)
     job_id = job(here)
     here.pass_time(AFTER_S)
-    ask(here)
+    waits = ask(here)
     here.pass_time(1.5)
+    assert "queued again" in why(here, of(here, job_id).job.lease_id)
     here.turn(CancelRequested(cause="cancel", job_id=job_id, grace_s=5.0))
+    assert of(here, job_id).job.reason == "cancelled"
+    told = why(here, of(here, job_id).job.lease_id), why(here, waits.id)
+    assert not any("queued again" in said or "it may end" in said for said in told), "nor is anyone told so"
     stop(here, job_id, exit_code=143)
-    assert of(here, job_id).job.state is JobState.CANCELLED
+    assert (of(here, job_id).job.state, of(here, job_id).job.preempt_at) == (JobState.CANCELLED, None)
 
 
 def test_being_preempted_uses_up_no_retry() -> None:

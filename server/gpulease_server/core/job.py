@@ -165,11 +165,17 @@ def cancel_job(turn: Turn, record: JobRecord, grace_s: float, why: str) -> None:
     if record.job.state is JobState.QUEUED:
         finish_job(turn, record, JobState.CANCELLED, "cancelled before it started")
     elif not record.job.state.final:
-        first = record.cancelled_at is None
+        is_news = record.cancelled_at is None and not _is_told_why_it_stops(record)
         record = replace(record, grace_s=grace_s, cancelled_at=record.cancelled_at or turn.now.at)
-        # What keeps one that stops already is worth more than who wanted it to.
-        reason = why if first and record.job.state is not JobState.STOPPING else record.job.reason
-        change_job(turn, record, JobState.STOPPING, reason=reason)
+        reason = why if is_news else record.job.reason
+        change_job(turn, record, JobState.STOPPING, reason=reason, preempt_at=None)
+
+
+def _is_told_why_it_stops(record: JobRecord) -> bool:
+    """True for a job that stops already, for what is worth more than who wanted it to. Not where it was to start again
+    after that: it does not, once it is cancelled."""
+    was_to_go_on = record.job.preempt_at is not None or record.grows_at is not None
+    return record.job.state is JobState.STOPPING and (bool(record.stuck_on) or not was_to_go_on)
 
 
 def why_cancelled(record: JobRecord, by_user: str = "cancelled") -> str:
@@ -353,9 +359,8 @@ def _end_job(
     """End one job. Its environment, which may hold secrets and 1 MiB, and its `notify` are kept no longer. Returns the
     ids of the jobs that cannot start any more, each with the reason."""
     ended_at, spec = changes.pop("ended_at", turn.now.at), replace(record.spec, environment={}, notify=None)
-    turn.put(
-        replace(record, spec=spec, job=replace(record.job, state=state, reason=reason, ended_at=ended_at, **changes))
-    )
+    changes |= {"state": state, "reason": reason, "ended_at": ended_at, "preempt_at": None}
+    turn.put(replace(record, spec=spec, job=replace(record.job, **changes)))
     turn.emit("job.ended", job_id=record.job.id, lease_id=record.job.lease_id, reason=reason or state.value)
     lease = turn.ledger.leases[record.job.lease_id]
     if lease.lease.state is not LeaseState.ENDED:

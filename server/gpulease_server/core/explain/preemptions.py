@@ -66,6 +66,8 @@ def describe_victim(ledger: Ledger, record: LeaseRecord, policy: Policy) -> str:
 
 def _may_end(lease: Lease, job: JobRecord | None) -> str:
     """Whether a preemptible lease may end for others; see `victim_choice.may_be_preempted`."""
+    if job is not None and job.cancelled_at is not None:
+        return ""
     if job is not None:
         return PREEMPTED_OFTEN if job.job.preempted >= MAX_PREEMPTED else MAY_END
     return HEARD_TOO_LATE if lease.ttl_s > MAX_TTL_S else MAY_END
