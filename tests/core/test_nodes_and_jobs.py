@@ -235,7 +235,7 @@ def test_a_job_that_waits_to_be_tried_again_can_be_cancelled() -> None:
     fails(world, job_id, 1)
     world.cancel(job_id)
     job = world.ledger.jobs[job_id].job
-    assert job.state is JobState.CANCELLED
+    assert (job.state, job.reason) == (JobState.CANCELLED, "cancelled before its next attempt started")
     assert world.ledger.leases[job.lease_id].lease.end_reason is EndReason.CANCELLED
     assert not world.ledger.queue
     assert not world.ledger.not_before
@@ -366,7 +366,7 @@ def test_a_waiting_job_is_cancelled_at_once_and_leaves_the_queue() -> None:
     waiting = world.submit()
     answer = world.cancel(waiting)
     assert isinstance(answer, Job)
-    assert answer.state is JobState.CANCELLED
+    assert (answer.state, answer.reason) == (JobState.CANCELLED, "cancelled before it started")
     assert not world.ledger.queue
 
 

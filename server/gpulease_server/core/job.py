@@ -163,7 +163,9 @@ def on_cancel_requested(turn: Turn, cancelled: CancelRequested) -> None:
 def cancel_job(turn: Turn, record: JobRecord, grace_s: float, why: str) -> None:
     """Let a job end, unless it has ended."""
     if record.job.state is JobState.QUEUED:
-        finish_job(turn, record, JobState.CANCELLED, "cancelled before it started")
+        has_run = record.job.attempts > 0
+        what = "its next attempt" if has_run else "it"
+        finish_job(turn, record, JobState.CANCELLED, f"cancelled before {what} started")
     elif not record.job.state.final:
         is_news = record.cancelled_at is None and not _is_told_why_it_stops(record)
         record = replace(record, grace_s=grace_s, cancelled_at=record.cancelled_at or turn.now.at)
