@@ -293,6 +293,9 @@ class JobOrder(Noun):
     """True when it should end: SIGTERM to the launcher, `grace_s`, then SIGKILL to every process of it."""
     grace_s: float = 35.0
     """Seconds between SIGTERM and SIGKILL."""
+    again: bool = False
+    """True when it is to end so that it starts again, after another request or with a further node: no one is told of
+    that end (`JobSpec.notify`)."""
     job: Job | None = None
     """The job, where its supervisor is to tell someone of its end (`JobSpec.notify`)."""
     gang: GangPlace | None = None

@@ -81,6 +81,10 @@ def is_stopped(here: World, job_id: str, node: str = "a") -> bool:
     return job_order(here.ledger, of(here, job_id), node, simulated=False).stop
 
 
+def is_to_start_again(here: World, job_id: str) -> bool:
+    return job_order(here.ledger, of(here, job_id), "a", simulated=False).again
+
+
 def state(here: World, lease: Lease) -> LeaseState:
     return here.now_of(lease).state
 
@@ -121,6 +125,7 @@ def test_a_job_saves_ends_and_goes_on_from_its_old_place_when_the_request_is_don
     noticed = of(here, job_id)
     assert noticed.job.state is JobState.STOPPING
     assert is_stopped(here, job_id)
+    assert is_to_start_again(here, job_id), "so no one is told that it has ended"
     assert noticed.grace_s == NOTICE_S
     assert noticed.job.preempt_at is not None
     left_s = (noticed.job.preempt_at - here.now.at).total_seconds()
@@ -557,6 +562,7 @@ def test_a_preempted_job_that_its_user_cancels_is_not_queued_again() -> None:
     assert "queued again" in why(here, of(here, job_id).job.lease_id)
     here.turn(CancelRequested(cause="cancel", job_id=job_id, grace_s=5.0))
     assert of(here, job_id).job.reason == "cancelled"
+    assert not is_to_start_again(here, job_id)
     told = why(here, of(here, job_id).job.lease_id), why(here, waits.id)
     assert not any("queued again" in said or "it may end" in said for said in told), "nor is anyone told so"
     stop(here, job_id, exit_code=143)

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.model import Job, JobState, Launcher
-from gpulease_protocol.node_protocol import JobOrder, JobReport
+from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_worker.jobs import job_records, notification_process
+from gpulease_worker.jobs.notification import job_at_end
 from tests.worker.build import order, spec, until
-from tests.worker.play import Worker, play
+from tests.worker.play import Worker, play, soon
 from tests.worker.strangers import ROOT, STRANGER, passable, refused
 
 
@@ -180,6 +181,55 @@ def test_an_attempt_that_is_tried_again_is_no_end(
     end_of(tmp_path, told_order("k", "true", notify=f"touch {second}"))
     until(second.exists, "the second command")
     assert not there.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "stop", "told"),
+    [
+        (0, {}, "cancelled"),
+        (7, {}, "cancelled"),
+        (0, {"again": True}, None),
+        (7, {"again": True}, None),
+        (0, {"again": True, "cancelled": True}, "cancelled"),
+    ],
+    ids=["saved, then cancelled", "cancelled", "saved, to start again", "to start again", "cancelled after all"],
+)
+def test_a_job_that_is_stopped_to_start_again_has_not_ended(
+    tmp_path: Path, code: int, stop: dict[str, bool], told: str | None
+) -> None:
+    there, ready, second = tmp_path / "told", tmp_path / "ready", tmp_path / "second"
+    loop = f"until test $told && test -f {ready}; do sleep 0.02; done; exit {code}"
+    script = f"told=; trap told=1 TERM; touch {tmp_path}/traps; {loop}"
+    made = told_order("j", "sh", "-c", script, notify=f'echo "$GPULEASE_JOB_STATE" >{there}')
+
+    async def story(worker: Worker) -> None:
+        await worker.until([made], RunState.RUNNING)
+        await soon((tmp_path / "traps").exists, "the program")
+        stopped = replace(made, stop=True, again=stop.get("again", False), grace_s=50.0)
+        worker.jobs.reconcile([stopped])
+        if stop.get("cancelled"):
+            stopped = replace(made, stop=True, grace_s=55.0)
+            worker.jobs.reconcile([stopped])
+        ready.touch()
+        assert (await worker.end_of(stopped)).exit_code == code
+
+    play(tmp_path, story)
+    if told is not None:
+        until(lambda: there.exists() and there.read_text(), "the command")
+        assert there.read_text().strip() == told
+        return
+    end_of(tmp_path, told_order("k", "true", notify=f"touch {second}"))
+    until(second.exists, "the second command")
+    assert not there.exists()
+
+
+@pytest.mark.parametrize(("code", "told"), [(143, None), (0, JobState.SUCCEEDED)])
+def test_a_job_whose_node_leaves_has_not_ended_unless_it_was_done(code: int, told: JobState | None) -> None:
+    job = told_order("j", "true", notify="true").job
+    assert job is not None
+    ended = JobReport(job_id="j", state=RunState.EXITED, exit_code=code, reason="It was stopped on request.")
+    found = job_at_end(job, ended, job_records.StopRecord(grace_s=1.0, node_left=True))
+    assert (None if found is None else found.state) is told
 
 
 def test_one_that_could_not_start_is_told_of(tmp_path: Path) -> None:

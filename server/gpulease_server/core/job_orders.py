@@ -29,6 +29,7 @@ def job_order(ledger: Ledger, record: JobRecord, node: str, *, simulated: bool) 
         env=lease.env if member is None else member.env,
         stop=must_stop(record),
         grace_s=stop_grace_s(record),
+        again=record.cancelled_at is None and (job.preempt_at is not None or record.grows_at is not None),
         job=job_view(record) if record.spec.notify is not None and (member is None or member.rank == 0) else None,
         gang=None if member is None else _place(job.members, member.rank),
         go=member is None or record.go_at is not None,

@@ -90,6 +90,8 @@ class StopRecord(Noun):
     """Seconds between SIGTERM and SIGKILL."""
     node_left: bool = False
     """True when no one wanted it to end, but its node leaves."""
+    again: bool = False
+    """As `JobOrder.again`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

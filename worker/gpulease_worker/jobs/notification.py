@@ -7,7 +7,8 @@ as the job's user, who may do the same in a job: gpulease lends no one its own r
 
 | what happens | who is told |
 |---|---|
-| the attempt failed and is to be tried again | no one: only the last one counts |
+| the attempt failed and is to be tried again; it was preempted, made way for more nodes, or its node leaves | no one: \
+only the last one counts |
 | the job was cancelled, or its node forgotten, before a supervisor had it | no one |
 | its supervisor was killed, its worker cannot run it, or its node is gone | no one; the events of the daemon have it |
 | too many such processes of its user are at work already | no one |
@@ -39,6 +40,7 @@ from gpulease_protocol.launchers import LEASE_VARIABLES
 from gpulease_protocol.model import Job, JobState
 from gpulease_protocol.node_protocol import JobReport, final_state
 from gpulease_worker.jobs import inherited_state, job_records, spawn
+from gpulease_worker.jobs.job_records import StopRecord
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.local_job import LocalJob
 from gpulease_worker.jobs.pam_session import LoginLimits
@@ -52,13 +54,13 @@ ATTEMPTS, ATTEMPT_S, PAUSES_S = 3, 10.0, (2.0, 8.0)
 KILL_S = 5.0
 
 
-def tell_of_end(directory: Path, plan: LaunchPlan, login: LoginLimits | None, *, cancelled: bool) -> None:
+def tell_of_end(directory: Path, plan: LaunchPlan, login: LoginLimits | None) -> None:
     """Tell of the end that is recorded in the job's directory. Call it in a process of its own: it ends everything that
     this process has started."""
     inherited_state.reset_signals()
     local = LocalJob(directory=directory)
     local.read()
-    job = None if plan.job is None else job_at_end(plan.job, local.report(), cancelled=cancelled)
+    job = None if plan.job is None else job_at_end(plan.job, local.report(), local.stop)
     if job is None or plan.notify is None:
         return
     said = _run(_plan_of_notice(plan, job), login, job)
@@ -67,10 +69,13 @@ def tell_of_end(directory: Path, plan: LaunchPlan, login: LoginLimits | None, *,
         os.write(log, f"{job_records.now():%Y-%m-%d %H:%M:%S} {plan.notify[:200]!a}\n{said}\n".encode(errors="replace"))
 
 
-def job_at_end(job: Job, report: JobReport, *, cancelled: bool) -> Job | None:
-    """The job as the daemon will have it after this report; None if it is tried again."""
-    state, reason = final_state(report, cancelled=cancelled)
-    if state is JobState.FAILED and report.started_at is not None and report.attempt <= (job.retries or 0):
+def job_at_end(job: Job, report: JobReport, stop: StopRecord | None) -> Job | None:
+    """The job as the daemon will have it after this report; None if it is tried again. `stop`: the order to stop that
+    it has had."""
+    node_left, again = (False, False) if stop is None else (stop.node_left, stop.again)
+    state, reason = final_state(report, cancelled=stop is not None and not node_left)
+    is_tried_again = node_left or (report.started_at is not None and report.attempt <= (job.retries or 0))
+    if (state is JobState.CANCELLED and again) or (state is JobState.FAILED and is_tried_again):
         return None
     return replace(
         job,

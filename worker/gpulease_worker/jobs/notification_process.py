@@ -21,7 +21,7 @@ LOCKS = "notify"
 
 
 def start_notification(
-    directory: Path, plan: LaunchPlan, login: LoginLimits | None, log_error: Callable[[str], None], *, cancelled: bool
+    directory: Path, plan: LaunchPlan, login: LoginLimits | None, log_error: Callable[[str], None]
 ) -> None:
     """Have a process of its own tell of the end that is recorded in the job's directory. Nothing waits for it."""
     try:
@@ -37,7 +37,7 @@ def start_notification(
             return
         from gpulease_worker.jobs import notification  # noqa: PLC0415 - HTTP is not for every supervisor's memory
 
-        notification.tell_of_end(directory, plan, login, cancelled=cancelled)
+        notification.tell_of_end(directory, plan, login)
     except Exception as error:
         log_error(f"no one was told of the end: {error}")
     finally:

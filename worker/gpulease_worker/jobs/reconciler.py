@@ -123,7 +123,8 @@ class JobReconciler:
     def _end_with_node(self, job: LocalJob, grace_s: float) -> None:
         if job.is_unclaimed and self._supervisors.claim(job):
             self._supervisors.record_end(job, LEAVES, stopped=True)
-        self._stop(job, grace_s, node_left=job.stop is None or job.stop.node_left)
+        told = job.stop
+        self._stop(job, grace_s, node_left=told is None or told.node_left, again=told is not None and told.again)
 
     @property
     def have_ended(self) -> bool:
@@ -182,7 +183,7 @@ class JobReconciler:
             else:
                 self._supervisors.start(job)
         if order.stop:
-            self._stop(job, order.grace_s)
+            self._stop(job, order.grace_s, again=order.again)
         elif order.gang is not None and order.go:
             self._let_go(job)
 
@@ -337,11 +338,16 @@ class JobReconciler:
         if self._supervisors.claim(job):
             job.release_lock()  # started when it is ordered
 
-    def _stop(self, job: LocalJob, grace_s: float, *, node_left: bool = False) -> None:
-        """Pass an order to stop to the supervisor; again only when the grace period has become shorter."""
-        if job.exit is not None or job.cleaning or (job.stop is not None and job.stop.grace_s <= grace_s):
+    def _stop(self, job: LocalJob, grace_s: float, *, node_left: bool = False, again: bool = False) -> None:
+        """Pass an order to stop to the supervisor; once more only when the grace period has become shorter, or when the
+        job does not start again after all."""
+        if job.exit is not None or job.cleaning:
             return
-        stop = job_records.StopRecord(grace_s=grace_s, node_left=node_left)
+        if job.stop is not None and job.stop.grace_s <= grace_s:
+            if again or not job.stop.again:
+                return
+            grace_s = job.stop.grace_s
+        stop = job_records.StopRecord(grace_s=grace_s, node_left=node_left, again=again)
         try:
             job_records.write(job.directory, job_records.STOP, stop)
             job.stop = stop

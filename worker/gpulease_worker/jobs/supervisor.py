@@ -128,7 +128,7 @@ class Supervisor:
         self._record(job_end.of_launched(*facts, stopped=stopped, timed_out=self._timed_out))
         if self._cgroup is not None and not self._cgroup.remove():
             self._log_error(f"{self._cgroup.path} is not empty and stays")
-        self._notify(cancelled=stopped)
+        self._notify()
 
     def _catch_signals(self) -> None:
         """Have SIGTERM and the end of children wake the loop, instead of interrupting it."""
@@ -257,11 +257,11 @@ class Supervisor:
         self._record(job_end.of_never_launched(reason, self._fence, self._part, stopped=self._stop_requested))
         if self._cgroup is not None:
             self._cgroup.remove()
-        self._notify(cancelled=self._stop_requested)
+        self._notify()
 
-    def _notify(self, *, cancelled: bool) -> None:
+    def _notify(self) -> None:
         if self._plan.notify is not None:
-            start_notification(self._directory, self._plan, self._login, self._log_error, cancelled=cancelled)
+            start_notification(self._directory, self._plan, self._login, self._log_error)
 
     def _record_start(self) -> None:
         """Record that the launcher has started; the job runs whether or not that succeeds."""
