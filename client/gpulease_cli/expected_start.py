@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 
-from gpulease_protocol.model import Gpu, Job, JobState, Lease, LeaseState, Selection, TopologyMode
+from gpulease_protocol.model import Gpu, GpuState, Job, JobState, Lease, LeaseState, Selection, TopologyMode
 from gpulease_protocol.status_table import describe_holder, format_age, format_duration, job_label
 
 
@@ -16,7 +16,8 @@ def expected_starts(
     """By lease, for people: `in about 40m`, `in 40m to 3h 20m`, or who holds a GPU that it needs without a limit.
 
     Of the last nothing is said to requests for certain GPUs, and where there are several nodes, because their GPUs do
-    not come free for one another.
+    not come free for one another. Nor where enough GPUs are free: then something else keeps a request waiting, as a
+    limit or a reservation; `explain` knows.
     """
     holding = {lease.id: lease for lease in leases if lease.state is LeaseState.ACTIVE}
     job_of = {job.lease_id: job for job in jobs}
@@ -32,6 +33,8 @@ def expected_starts(
             found[lease.id] = "after other jobs"
         elif job is not None and job.array_at_most and running[job.array_id] >= job.array_at_most:
             found[lease.id] = f"its array runs {job.array_at_most} at once"
+        elif _free_for(lease, gpus) >= demand.count:
+            continue
         elif endless and any_will_do and demand.topology is not TopologyMode.REQUIRED:
             found[lease.id] = _without_limit(endless, job_of.get(endless.id), now)
     return found
@@ -47,6 +50,11 @@ def expected_start(lease: Lease, now: datetime) -> str:
     from_s, until_s = _seconds_until(lease.expected_from, now), _seconds_until(lease.expected_until, now)
     latest = format_duration(until_s)
     return f"in {format_age(from_s)} to {latest}" if from_s >= 1 else f"within {latest}"
+
+
+def _free_for(lease: Lease, gpus: Sequence[Gpu]) -> int:
+    """How many GPUs are free that are not held for another request."""
+    return sum(gpu.state is GpuState.FREE and gpu.reserved_for in (None, lease.id) for gpu in gpus)
 
 
 def _seconds_until(at: datetime, now: datetime) -> float:

@@ -143,6 +143,15 @@ def test_without_a_limit_it_is_said_who_is_in_the_way_longest() -> None:
     assert expected_starts(in_use, [ending], [], [waits("Q-1", 2)], NOW) == {}, "it ends for others"
 
 
+def test_no_one_is_said_to_be_in_the_way_of_a_request_for_which_enough_gpus_are_free() -> None:
+    """A limit keeps it out, or a reservation."""
+    held_for = gpu(1, reserved_for="Q-1")
+    others = gpu(2, reserved_for="Q-2")
+    gpus = [gpu(0, GpuState.LEASED, lease_id="L-0"), held_for, others]
+    assert starts(waits("Q-1", 1), limits=(None,), gpus=gpus) == {}
+    assert starts(waits("Q-1", 2), limits=(None,), gpus=gpus)["Q-1"].endswith("no end declared")
+
+
 def test_nothing_is_said_of_requests_for_certain_gpus() -> None:
     for more in ({"gpu_model": "H100"}, {"selection": Selection.LISTED, "indices": (0,)}, {"min_free_memory_bytes": 1}):
         assert starts(waits("Q-1", **more), limits=(None,)) == {}
