@@ -44,17 +44,22 @@ def expected_start(lease: Lease, now: datetime) -> str:
     """In what time the daemon expects a request to start: about then by declared times, a range by history; empty
     where it does not know."""
     if lease.expected_at is not None:
-        return f"in about {format_age(_seconds_until(lease.expected_at, now))}"
+        return f"in about {_coarse(_seconds_until(lease.expected_at, now))}"
     if lease.expected_from is None or lease.expected_until is None:
         return ""
     from_s, until_s = _seconds_until(lease.expected_from, now), _seconds_until(lease.expected_until, now)
     latest = format_duration(until_s)
-    return f"in {format_age(from_s)} to {latest}" if from_s >= 1 else f"within {latest}"
+    return f"in {_coarse(from_s)} to {latest}" if from_s >= 1 else f"within {latest}"
 
 
 def _free_for(lease: Lease, gpus: Sequence[Gpu]) -> int:
     """How many GPUs are free that are not held for another request."""
     return sum(gpu.state is GpuState.FREE and gpu.reserved_for in (None, lease.id) for gpu in gpus)
+
+
+def _coarse(seconds: float) -> str:
+    """A length of time without its seconds: `42s`, `40m`, `1h 59m`."""
+    return format_age(seconds) if seconds < 3600 else format_duration(seconds)
 
 
 def _seconds_until(at: datetime, now: datetime) -> float:

@@ -118,10 +118,10 @@ def waits(name: str, count: int = 1, **more: Any) -> Any:
 
 
 def test_a_start_is_the_one_that_the_daemon_expects() -> None:
-    declared = {"expected_at": NOW + timedelta(hours=1), "expected_basis": ExpectedBasis.DECLARED}
+    declared = {"expected_at": NOW + timedelta(hours=1, minutes=59), "expected_basis": ExpectedBasis.DECLARED}
     newer = {"expected_at": NOW + timedelta(minutes=5), "expected_basis": "a word of a newer daemon"}
     queue = [replace(waits(f"Q-{at}"), **what) for at, what in enumerate((declared, newer, {}))]
-    assert starts(*queue, limits=(7200,)) == {"Q-0": "in about 1h", "Q-1": "in about 5m"}
+    assert starts(*queue, limits=(7200,)) == {"Q-0": "in about 1h 59m", "Q-1": "in about 5m"}
 
 
 def test_a_start_by_history_is_a_range() -> None:
