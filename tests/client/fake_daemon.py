@@ -16,7 +16,7 @@ from gpulease_protocol.codec import to_json
 from gpulease_protocol.errors import GpuleaseError, LeaseLost, NotFound, NotNow, StaleToken
 from gpulease_protocol.explanation import Explanation, Obstacle
 from gpulease_protocol.log_frames import LogFrame
-from gpulease_protocol.model import Demand, Device, Gpu, Holder, Lease, LeaseState, Liveness, Node, Page
+from gpulease_protocol.model import Demand, Device, Gpu, Holder, Job, Lease, LeaseState, Liveness, Node, Page
 
 BUSY = Explanation(
     verdict="not_now",
@@ -58,6 +58,7 @@ class FakeDaemon:
         self.changed = threading.Condition()
         self.gpus: list[Gpu] = []
         self.nodes: list[Node] = []
+        self.jobs: dict[str, Job] = {}
         self.logs = [b"one\n", b"two\n"]
         self._server: ThreadingHTTPServer | None = None
         self.port = 0
@@ -198,6 +199,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return 200, to_json(Page(items=tuple(self.daemon.gpus)))
             case ["v1", "nodes"]:
                 return 200, to_json(Page(items=tuple(self.daemon.nodes)))
+            case ["v1", "jobs", job_id]:
+                return 200, to_json(self.daemon.jobs[job_id])
             case ["v1", "jobs", _, "logs"]:
                 return 200, _in_frames(self.daemon.logs, int(query.get("offset", "0")))
             case ["v1", "leases"] if self.command == "POST":

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from gpulease import (
     NotFound,
     Unavailable,
 )
+from gpulease.sansio import flows
 from gpulease.sansio.direct_http import NO_WAIT_S, ArrivingResponse, DirectHttp
 from gpulease.sansio.effects import Attempt, ResponseLost
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.httpx_connection import HttpxConnection
 from gpulease_protocol import endpoints
 from gpulease_protocol.host.addresses import candidates, parse, unix
+from gpulease_protocol.model import Job, JobState, Launcher
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.stalls import stalls
 from tests.ports import free_port
@@ -96,6 +99,22 @@ def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: FakeDaemon, c
     waiter.join(30)
     assert held
     held[0].release()  # type: ignore[attr-defined]
+
+
+def test_a_wait_for_a_job_survives_a_restart_of_the_daemon_in_which_it_begins(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the waits of a second that `gpulease wait` makes while the job is in the queue."""
+    monkeypatch.setattr(flows, "RETRY_S", 0.0)
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    words = {"command": ("true",), "launcher": Launcher.PLAIN, "created_at": at}
+    daemon.jobs["job-1"] = Job(id="job-1", state=JobState.QUEUED, lease_id="lease-1", **words)
+    failures = ["503", "break", "503"]
+    with Client(daemon.url) as client:
+        assert client.wait_job("job-1", 0.0).state is JobState.QUEUED
+        daemon.fault = lambda line: failures.pop() if failures and "/v1/jobs/" in line else None
+        assert client.wait_job("job-1", 0.0).state is JobState.QUEUED
+    assert not failures
 
 
 @pytest.mark.alone

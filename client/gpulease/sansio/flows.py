@@ -191,10 +191,11 @@ class Flows:
             raise
 
     def wait_job(self, job_id: str, wait_s: float | None, until: Callable[[Job], bool]) -> Flow[Job]:
-        """The job once `until` returns true for it, or as it is after `wait_s`; null waits forever."""
+        """The job once `until` returns true for it, or as it is after `wait_s`; null waits forever. An outage that it
+        begins in is part of the wait."""
         check_wait(wait_s)
         started_at = time.monotonic()
-        job = yield from self.send(endpoints.job(job_id))
+        job = yield from self.send(endpoints.job(job_id), self._retry_s)
         poll = lambda hold_s, job: endpoints.job(job_id, hold_s, job.state)  # noqa: E731
         return (yield from self._poll_until(job, started_at, poll, until, wait_s))[0]
 
