@@ -44,11 +44,11 @@ from gpulease.brief_errors import brief_errors
 from gpulease.client import Client
 from gpulease.cuda.ordinals import VisibleDevices, mask_settings
 from gpulease.device_request import (
-    default_wait_s,
     is_bound,
     lease_arguments,
     look,
     remaining_s,
+    resolved_wait_s,
     surrounding_lease,
     too_few_usable,
     use_block,
@@ -169,7 +169,7 @@ class DeviceBlock:
 
     @property
     def _resolved_wait_s(self) -> float:
-        return default_wait_s(math.inf) if self._wait_s is None else self._wait_s
+        return resolved_wait_s(self._wait_s, math.inf)
 
     def _look(
         self, client: Client, around: list[FoundDevices] | None = None, *, may_wait: bool = True

@@ -16,6 +16,7 @@ from gpulease.cuda.ordinals import MASK, VisibleDevices, check_mask_changeable, 
 from gpulease.device_reuse import LEASE_VARIABLE, REGISTRY, DeviceRequirements, check_no_blocks
 from gpulease.lease import HeldLease, LeaseClient, own_lease_ids
 from gpulease.own_node import own_node
+from gpulease.sansio.flows import check_wait
 from gpulease_protocol.durations import LONGEST_S, parse_duration
 from gpulease_protocol.errors import (
     DaemonUnavailable,
@@ -57,8 +58,12 @@ class DeviceClient(LeaseClient, Protocol):
         """As `Client.lease`."""
 
 
-def default_wait_s(otherwise_s: float) -> float:
-    """The wait that GPULEASE_WAIT_S sets, or another where it is not set. Raises InvalidRequest."""
+def resolved_wait_s(wait_s: float | None, otherwise_s: float) -> float:
+    """The wait of a call; where that is None, the one that GPULEASE_WAIT_S sets, or another where it is not set. Raises
+    InvalidRequest."""
+    if wait_s is not None:
+        check_wait(wait_s)
+        return wait_s
     text = os.environ.get(WAIT_VARIABLE) or ""
     if not text:
         return otherwise_s

@@ -31,10 +31,10 @@ from gpulease.cuda.ordinals import VisibleDevices, mask_settings, set_mask
 from gpulease.device_request import (
     DeviceClient,
     active_lease,
-    default_wait_s,
     is_bound,
     lease_arguments,
     remaining_s,
+    resolved_wait_s,
     surrounding_lease,
     too_few_usable,
     visible_devices,
@@ -77,7 +77,7 @@ def find_devices(
     reuse: bool,
 ) -> list[int]:
     """Reserve usable GPUs and return their CUDA ordinals, as `gpulease.find_usable_cuda_devices` documents."""
-    wait_s = default_wait_s(0.0) if wait_s is None else wait_s
+    wait_s = resolved_wait_s(wait_s, 0.0)
     until_s = time.monotonic() + wait_s
     if not reuse:
         visible = visible_devices(num_devices, requirements, client, until_s)

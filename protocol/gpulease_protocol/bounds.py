@@ -42,8 +42,11 @@ class Bounds:
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError that names the field, unless the value is null or within the bounds."""
-        if rule := self.broken_rule(name, value):
-            shown = f", not {value}" if isinstance(value, int | float) else ""
+        try:
+            rule, shown = self.broken_rule(name, value), f", not {value}" if isinstance(value, int | float) else ""
+        except TypeError:  # it is of a kind that cannot be compared with the bounds
+            rule, shown = self.rule or self._rule(name), f", not {repr(value)[:80]}"
+        if rule:
             raise ValueError(f"{name}: {rule}{shown}")
 
     def broken_rule(self, name: str, value: Any) -> str | None:

@@ -36,6 +36,11 @@ def check_environment(environment: dict[str, str], command: list[str]) -> None:
         f"must have at most {MAX_VARIABLES} variables, not {len(environment)}; leave out what the job does not need",
     )
     check_field(
+        all(isinstance(word, str) for variable in environment.items() for word in variable),
+        "environment",
+        "names and values must be text",
+    )
+    check_field(
         all(name and "=" not in name and "\0" not in name + value for name, value in environment.items()),
         "environment",
         "names must not be empty or contain '=', and nothing may contain NUL",

@@ -418,16 +418,15 @@ def parse_devices(devices: int | str | list[int | str]) -> dict[str, Any]:
             return {"selection": Selection.ALL}
         check_field(1 <= devices <= MAX_COUNT, "devices", f"a count must be -1 or 1 to {MAX_COUNT}, not {devices}")
         return {"count": devices}
+    forms = f"must be {LIGHTNING_FORMS}, not {shortened(repr(devices))}"
+    is_list = isinstance(devices, list | tuple)
+    check_field(is_list and all(isinstance(item, int | str) for item in devices), "devices", forms)
     indices = tuple(item for item in devices if isinstance(item, int))
     check_field(all(len(item) <= MAX_UUID for item in devices if isinstance(item, str)), "devices", NO_UUID)
     uuids = tuple(canonical_uuid(item) for item in devices if isinstance(item, str))
     check_field(bool(devices), "devices", f"must be {LIGHTNING_FORMS}")
     check_field(all(index >= 0 for index in indices), "devices", "an index must be 0 or more")
-    check_field(
-        all(uuid.startswith("GPU-") for uuid in uuids),
-        "devices",
-        f"must be {LIGHTNING_FORMS}, not {shortened(repr(devices))}",
-    )
+    check_field(all(uuid.startswith("GPU-") for uuid in uuids), "devices", forms)
     check_field(len(set(indices)) + len(set(uuids)) == len(devices), "devices", "names a GPU twice")
     check_field(len(devices) <= MAX_COUNT, "devices", f"must name at most {MAX_COUNT} GPUs")
     return {"selection": Selection.LISTED, "count": len(devices), "indices": indices, "uuids": uuids}

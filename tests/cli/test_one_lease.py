@@ -262,3 +262,22 @@ def test_the_child_of_a_pool_whose_parent_is_killed_gives_back_what_it_holds_and
             eventually(lambda: (tmp_path / "said").exists() and (tmp_path / "said").read_text() == "LeaseLost", 60)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_wait_that_is_no_time_is_refused_by_name(client: Client, python: Program) -> None:
+    program = """
+import gpulease
+calls = [
+    lambda wait_s: gpulease.find_usable_cuda_devices(1, wait_s=wait_s),
+    lambda wait_s: gpulease.usable_cuda_devices(1, wait_s=wait_s).__enter__(),
+    lambda wait_s: gpulease.Client().lease(1, wait_s=wait_s),
+]
+for call in calls:
+    for wait_s in ("10m", -1, float("nan")):
+        try:
+            print(call(wait_s))
+        except gpulease.InvalidRequest as error:
+            print(error.detail)
+"""
+    said = [f"wait_s: must be 0 or more seconds, not {wait_s}." for wait_s in ("'10m'", "-1", "nan")]
+    assert lines(program, python) == said * 3

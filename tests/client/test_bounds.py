@@ -144,3 +144,23 @@ def test_every_text_of_a_request_is_bounded() -> None:
 
 def test_the_fields_with_bounds_are_found() -> None:
     assert {"count", "ttl_s", "command", "umask", "indices", "grace_s", "expires_s"} <= {case[1] for case in CASES}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        (requests.LeaseRequest, {"count": "2"}, "count: must be 1 to 4096, not '2'"),
+        (requests.LeaseRequest, {"ttl_s": "1h"}, "ttl_s: must be over 0 seconds, not '1h'"),
+        (requests.LeaseRequest, {"label": 5}, "label: must be at most 4096 characters, not 5"),
+        (requests.LeaseRequest, {"devices": {0, 1}}, r"devices: must be a count, -1, .*, not \{0, 1\}"),
+        (requests.LeaseRequest, {"devices": [0, 1.5]}, r"devices: must be a count, -1, .*, not \[0, 1\.5\]"),
+        (requests.JobRequest, {"gpus": "two"}, "gpus: must be 1 to 4096, not 'two'"),
+        (requests.JobRequest, {"environment": {"SEED": 7}}, "environment: names and values must be text"),
+    ],
+    ids=lambda case: str(getattr(case, "__name__", case))[:40],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_the_name_of_its_field(
+    kind: type[RequestBody], values: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        kind(**NEEDED.get(kind, {}) | values)

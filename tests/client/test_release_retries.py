@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from gpulease import AsyncClient, Client, DaemonUnavailable
+from gpulease import AsyncClient, Client, DaemonUnavailable, JobRequest
 from gpulease.lease import renew_timeout_s
 from gpulease.sansio.failover import Destination, Failover
 from gpulease.sansio.flows import Flows, lease_request
@@ -279,9 +280,55 @@ def test_text_that_is_not_utf_8_is_an_invalid_request(daemon: FakeDaemon, kind: 
         async with client:
             await client.lease(1, label=broken)
 
-    with pytest.raises(errors.InvalidRequest, match=r"label: must be text in UTF-8, not .*caf\\udce9"):
+    with pytest.raises(errors.InvalidRequest, match=r"label: must be text in UTF-8, not 'caf\\udce9'\. "):
         Client(daemon.url).lease(1, label=broken) if kind is Client else asyncio.run(ask(AsyncClient(daemon.url)))
     with pytest.raises(errors.InvalidRequest, match="is not UTF-8 text"):
         Client(daemon.url).job(broken)
     assert not daemon.leases
     assert not DEBTS.owed_to(Destination.of(daemon.url, None, 1.0))
+
+
+def test_a_job_whose_text_is_not_utf_8_is_refused_without_its_other_variables(daemon: FakeDaemon) -> None:
+    broken = b"caf\xe9".decode(errors="surrogateescape")
+    variables = {"SECRET": "hunter2", "PLACE": broken}
+    with pytest.raises(errors.InvalidRequest) as refused:
+        Client(daemon.url).submit(JobRequest(command=["train.py"], environment=variables))
+    assert "environment, PLACE: must be text in UTF-8, not 'caf\\udce9'" in str(refused.value)
+    with pytest.raises(errors.InvalidRequest, match=r"command: must be text in UTF-8, not 'caf\\udce9'\."):
+        Client(daemon.url).submit(JobRequest(command=["train.py", "--where", broken]))
+
+
+class Two:
+    """As a whole number of numpy or torch: no `int`, but it stands for one."""
+
+    def __index__(self) -> int:
+        return 2
+
+    def __ge__(self, other: int) -> bool:
+        return other <= 2
+
+    def __lt__(self, other: int) -> bool:
+        return other > 2
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_what_json_cannot_say_is_refused_and_owes_nothing(daemon: FakeDaemon, kind: type) -> None:
+    """Such a request was owed, could never be sent, and made each later call of the process fail in its stead."""
+
+    async def ask(client: AsyncClient, **wishes: Any) -> None:
+        async with client, client.lease(**wishes):
+            pass
+
+    def lease(**wishes: Any) -> None:
+        if kind is AsyncClient:
+            asyncio.run(ask(AsyncClient(daemon.url), **wishes))
+        else:
+            with Client(daemon.url) as client, client.lease(**wishes):
+                pass
+
+    for wishes in ({"among": {"GPU-0"}}, {"node": b"a"}):
+        with pytest.raises(errors.InvalidRequest, match=f"{next(iter(wishes))}: must be text, a number, or a list of"):
+            lease(**wishes)
+    assert not DEBTS.owed_to(Destination.of(daemon.url, None, 1.0))
+    lease(min_free_memory_bytes=Two())
+    assert [request["min_free_memory_bytes"] for request in daemon.lease_requests] == [2]

@@ -205,8 +205,8 @@ def _by_value() -> Callable[[object], bytes]:
 
 
 def _check(max_workers: int | None, gpus_per_task: int, mp_context: str | BaseContext | None) -> None:
-    if max_workers is not None and not 1 <= max_workers <= MAX_WORKERS:
-        raise InvalidRequest(f"max_workers must be greater than 0 and at most {MAX_WORKERS}, not {max_workers}.")
+    if max_workers is not None and not (isinstance(max_workers, int) and 1 <= max_workers <= MAX_WORKERS):
+        raise InvalidRequest(f"max_workers must be greater than 0 and at most {MAX_WORKERS}, not {max_workers!r}.")
     if isinstance(gpus_per_task, bool) or not isinstance(gpus_per_task, int) or gpus_per_task < 1:
         raise InvalidRequest(f"gpus_per_task: must be a whole number over 0, not {gpus_per_task!r}.")
     method = mp_context.get_start_method() if isinstance(mp_context, BaseContext) else mp_context

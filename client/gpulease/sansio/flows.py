@@ -193,7 +193,8 @@ class Flows:
     def wait_job(self, job_id: str, wait_s: float | None, until: Callable[[Job], bool]) -> Flow[Job]:
         """The job once `until` returns true for it, or as it is after `wait_s`; null waits forever. An outage that it
         begins in is part of the wait."""
-        check_wait(wait_s)
+        if wait_s is not None:
+            check_wait(wait_s)
         started_at = time.monotonic()
         job = yield from self.send(endpoints.job(job_id), self._retry_s)
         poll = lambda hold_s, job: endpoints.job(job_id, hold_s, job.state)  # noqa: E731
@@ -403,10 +404,14 @@ class Flows:
         return noun, sent_at
 
 
-def check_wait(wait_s: float | None) -> None:
-    """Raise InvalidRequest for a time that is below 0 or no number; None and infinity wait forever."""
-    if wait_s is not None and not wait_s >= 0:
-        raise InvalidRequest(f"wait_s: must be 0 or more seconds, not {wait_s}.")
+def check_wait(wait_s: Any) -> None:
+    """Raise InvalidRequest for a time that is below 0 or no number; infinity waits forever."""
+    try:
+        is_time = wait_s >= 0
+    except TypeError:
+        is_time = False
+    if not is_time:
+        raise InvalidRequest(f"wait_s: must be 0 or more seconds, not {wait_s!r}.")
 
 
 def _unheld(lease: Lease, trusted_from: float) -> Lease:

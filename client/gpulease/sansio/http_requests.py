@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from gpulease_protocol.endpoints import ApiCall
-from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.errors import InvalidRequest, shortened
 
 MAX_RESPONSE_BYTES = 2**26
 """Largest body of a response."""
@@ -29,18 +31,31 @@ def headers(call: ApiCall[Any], bearer_token: str | None) -> dict[str, str]:
 def encoded_body(call: ApiCall[Any]) -> bytes | None:
     """The body of a call, the same bytes from every library and release: a daemon knows a repeated request by them.
 
-    Raises UnicodeEncodeError for text that UTF-8 cannot encode.
+    Raises InvalidRequest, naming the field, for what JSON or UTF-8 cannot say.
     """
     if call.body is None:
         return None
-    return json.dumps(call.body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        return _encoded(call.body)
+    except UnicodeEncodeError as error:
+        raise not_utf_8(error, call) from error
+    except (TypeError, ValueError) as error:
+        name, value = next((field for field in call.body.items() if not _is_encodable(field[1])), ("request", None))
+        shown = shortened(f"{type(value).__name__} {value!r}")
+        raise InvalidRequest(
+            f"{name}: must be text, a number, or a list of them, not the {shown}.", remedy="Correct it and try again."
+        ) from error
 
 
 def not_utf_8(error: UnicodeEncodeError, call: ApiCall[Any]) -> InvalidRequest:
-    """The error for text that UTF-8 cannot encode; names the field that has it."""
+    """The error for text that UTF-8 cannot encode; names the field that has it, and shows that text alone."""
     fields: dict[str, Any] = {**dict(call.query), **(call.body or {})}
-    name = next((name for name, value in fields.items() if not _is_unicode(value)), "request")
-    shown = ascii(error.object[max(0, error.start - 40) : error.end + 40])
+    name, value = next(((name, value) for name, value in fields.items() if not _is_encodable(value)), ("request", ""))
+    if isinstance(value, Mapping):
+        name, value = next((f"{name}, {key}", own) for key, own in value.items() if not _is_encodable([key, own]))
+    elif isinstance(value, list | tuple):
+        value = next(entry for entry in value if not _is_encodable(entry))
+    shown = shortened(ascii(value))
     return InvalidRequest(f"{name}: must be text in UTF-8, not {shown}.", remedy="Rename it, or leave it out.")
 
 
@@ -58,9 +73,14 @@ def error_reason(error: Exception) -> str:
     return re.sub(r"^\[Errno -?\d+\] ", "", str(error)).rstrip(".") or type(error).__name__
 
 
-def _is_unicode(value: object) -> bool:
+def _encoded(value: object) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=operator.index)
+    return text.encode()  # operator.index: the whole numbers of numpy and torch are not of Python's class
+
+
+def _is_encodable(value: object) -> bool:
     try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+        _encoded(value)
+    except (TypeError, ValueError):
         return False
     return True
