@@ -264,6 +264,19 @@ def test_a_broken_long_poll_is_repeated_at_the_next_address(daemon, other, until
     assert daemon.only_lease()["end_reason"] == "released"
 
 
+def test_a_user_without_a_home_directory_finds_the_daemon_of_the_host(monkeypatch) -> None:
+    """As in a container that runs under a number of which its user database knows nothing, without HOME."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.geteuid", lambda: 54321)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    found = candidates(environ={"PATH": "/bin"})
+    assert [one.url for one in found] in (["http://127.0.0.1:8750"], ["unix:///var/lib/gpulease/gpulease.sock"])
+
+
 def test_default_addresses_are_not_interchangeable(daemon: FakeDaemon, other: FakeDaemon, monkeypatch) -> None:
     """Two local daemons have different leases: who has asked one must not end up with the other."""
     monkeypatch.delenv("GPULEASE_URL", raising=False)

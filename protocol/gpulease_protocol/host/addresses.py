@@ -55,7 +55,9 @@ def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Data directory of a daemon that the current user starts: `/var/lib/gpulease` for root, else a user's own."""
     if os.geteuid() == 0:
         return SYSTEM_DATA_DIR
-    home = environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    home = environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    if home.startswith("~"):  # no HOME, and the system does not know this user: a container's, for example
+        return SYSTEM_DATA_DIR
     return Path(home) / "gpulease"
 
 
