@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpulease.agent_fields import agent_fields
+from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host.variables import CA_FILE, TOKEN, TOKEN_FILE, URL
 from gpulease_protocol.job_checks import RESOURCE_LIMITS
 from gpulease_protocol.launchers import strip_launcher_variables
@@ -19,11 +20,12 @@ NOT_FOR_JOBS = (URL, TOKEN, TOKEN_FILE, CA_FILE, "_")
 def job_fields(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The fields of a `JobRequest` that follow from this process, so that the job runs as if it had been started here.
 
-    `variables` are set in the job's environment beside this process's, and instead of those of the same name.
+    `variables` are set in the job's environment beside this process's, and instead of those of the same name. Raises
+    InvalidRequest where its directory has been removed.
     """
     return {
         "environment": _environment() | dict(variables or {}),
-        "working_directory": os.getcwd(),
+        "working_directory": _working_directory(),
         "umask": _umask(),
         "limits": _resource_limits(),
         **agent_fields(),
@@ -43,6 +45,15 @@ def _environment() -> dict[str, str]:
 
 def _is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise InvalidRequest(
+            "working_directory: the current directory has been removed.", remedy="Go to another one: cd, and try again."
+        ) from None
 
 
 def _umask() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import venv
 from pathlib import Path
@@ -227,3 +228,20 @@ def test_a_dry_run_says_what_would_be(client: Client, gpulease: Program) -> None
     gpulease("cancel", holding, "--grace", "0")
     assert len(client.jobs()) == len(before) + 1
     client.wait_job(holding)
+
+
+def test_a_directory_that_was_removed_is_said(place: Path) -> None:
+    (place / "gone").mkdir()
+    command = 'rmdir ../gone; exec "$0" -m gpulease_cli submit -- true'
+    submitted = subprocess.run(
+        ["sh", "-c", command, sys.executable],
+        env=environ(GPULEASE_URL=NOWHERE),
+        cwd=place / "gone",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert submitted.returncode == 2
+    assert "the current directory has been removed" in submitted.stderr
+    assert "Traceback" not in submitted.stderr
