@@ -213,8 +213,7 @@ class Client(ReservationMethods):
         label: str | None = None,
         node: str | None = None,
     ) -> tuple[Lease, ...]:
-        """The leases in this state or in these states, by default in any; of one user, with exactly one label, on one
-        node, by default all."""
+        """The leases in these states, by default in any; of one user, exactly one label, one node, by default all."""
         page = partial(endpoints.leases, as_tuple(state), user=user, label=label, node=node)
         return self._transport.run(self._flows.all_pages(page))
 
@@ -396,13 +395,14 @@ class Client(ReservationMethods):
         offset: str | int | None = None,
         node: str | None = None,
         attempt: int | None = None,
+        errors: str = "replace",
     ) -> Iterator[str]:
         """The text of the job's log, in pieces; with `follow` until the job has ended.
 
         It is that of the launcher, of one `rank`, or with `rank="all"` of all ranks, by lines; of all nodes or one
-        `node`; of the last attempt or this `attempt`. It begins with the last `tail` lines, or at `offset` in bytes."""
+        `node`; of the last or this `attempt`; from the last `tail` lines or `offset` bytes; `errors` as in `decode`."""
         call_at = partial(endpoints.job_logs, job_id, follow, rank, node=node, attempt=attempt)
-        return self._transport.emitted(self._flows.job_log(call_at, tail, offset))
+        return self._transport.emitted(self._flows.job_log(call_at, tail, offset, errors))
 
 
 @brief_errors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import sys
 
@@ -32,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         from gpulease_cli import standard_streams  # noqa: PLC0415 - where one is closed
 
         standard_streams.open_closed()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a label may have letters that this locale does not
+        sys.stdout.reconfigure(errors="replace")
     words = _as_options(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
     if code and "--json" not in words and _command(words) == "acquire":

@@ -65,12 +65,19 @@ class TerminalLog:
         return PLAIN if self._has_escapes else ""
 
 
+def decode_errors() -> str:
+    """What becomes of bytes that are not UTF-8, as of `bytes.decode`: only a terminal shows a sign in their place."""
+    return "replace" if sys.stdout.isatty() else "surrogateescape"
+
+
 def write(pieces: Iterable[str], prefixed: bool) -> None:
-    """Write a log to stdout as it arrives: safe and colored on a terminal, unchanged elsewhere."""
+    """Write a log to stdout as it arrives: safe and colored on a terminal, elsewhere byte for byte in any locale.
+    The pieces are decoded with `decode_errors`."""
     if not sys.stdout.isatty():
+        sys.stdout.flush()
         for piece in pieces:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            sys.stdout.buffer.write(piece.encode(errors="surrogateescape"))
+            sys.stdout.buffer.flush()
         return
     view = TerminalLog(prefixed, not os.environ.get("NO_COLOR"))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -140,6 +141,34 @@ def test_all_ranks_are_plain_in_a_pipe_and_colored_on_a_terminal(url: str, train
     uncoloured = on_a_terminal(url, "logs", trained, environment={"NO_COLOR": "1"})
     assert "[rank 1] hello of 1" in uncoloured
     assert "\x1b[33m" not in uncoloured
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_a_pipe_gets_every_byte_of_a_log_whatever_the_locale(client: Client, url: str, encoding: str) -> None:
+    written = b"\xff\xfe caf\xe9 \xe2\x80\xa6 \0 50%\r100%\r\nno end"
+    command = ["sh", "-c", "printf " + shlex.quote("".join(f"\\{byte:03o}" for byte in written))]
+    job = client.wait_job(client.submit(JobRequest(command=command)).id)
+    shown = subprocess.run(
+        [sys.executable, "-m", "gpulease_cli", "logs", job.id],
+        env=environ(GPULEASE_URL=url, PYTHONIOENCODING=encoding),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, written, b"")
+
+
+def test_a_label_is_shown_where_the_locale_does_not_have_its_letters(client: Client, url: str) -> None:
+    with client.lease(1, wait_s=60, label="Größe 3"):
+        shown = subprocess.run(
+            [sys.executable, "-m", "gpulease_cli", "leases"],
+            env=environ(GPULEASE_URL=url, PYTHONIOENCODING="ascii"),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert "Gr??e 3" in shown.stdout, shown.stderr
 
 
 def test_one_rank_and_its_last_lines(trained: str, gpulease: Program) -> None:

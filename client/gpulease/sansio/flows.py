@@ -205,9 +205,10 @@ class Flows:
         call_at: Callable[[int | None, str | int | None], ApiCall[str]],
         tail: int | None = None,
         offset: str | int | None = None,
+        errors: str = "replace",
     ) -> Flow[None]:
         """Emit the text of a log as it arrives. Resumes after an outage where it broke off."""
-        backoff, decoder = Backoff(self._retry_s), codecs.getincrementaldecoder("utf-8")("replace")
+        backoff, decoder = Backoff(self._retry_s), codecs.getincrementaldecoder("utf-8")(errors)
         while True:
             call, frames = call_at(tail, offset), LogFrameParser()
             try:

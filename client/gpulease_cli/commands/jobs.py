@@ -158,11 +158,12 @@ def print_log(
 ) -> bool:
     """Write a job's log to stdout. Returns whether there was anything."""
     merged = rank is None and job.launcher in RANKED
-    any_text = False
+    any_text, errors = False, log_colors.decode_errors()
 
     def pieces() -> Iterator[str]:
         nonlocal any_text
-        for piece in client.job_logs(job.id, follow, "all" if merged else rank, tail, node=node, attempt=attempt):
+        ranks = "all" if merged else rank
+        for piece in client.job_logs(job.id, follow, ranks, tail, node=node, attempt=attempt, errors=errors):
             any_text = any_text or bool(piece)
             yield piece
 
