@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -73,6 +74,44 @@ def test_a_lease_ends_when_the_terminal_of_its_shell_is_closed(client: Client, u
         os.close(terminal)
         os.waitpid(pid, 0)
     wait_until(lambda: not active(client))
+
+
+@pytest.mark.budget(20)
+def test_suspend_in_a_leased_shell_hands_the_terminal_back_and_fg_continues_it(client: Client, url: str) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        outer = environ(GPULEASE_URL=url, PATH=PROGRAMS, TERM="dumb", SHELL="/bin/bash", PS1="")
+        os.execvpe("bash", ["bash", "--norc", "-i"], outer)
+    drawn = b""
+
+    def shows(text: bytes) -> None:
+        nonlocal drawn
+        while text not in drawn:
+            assert select.select([terminal], [], [], 30)[0], drawn
+            drawn += os.read(terminal, 4096)
+
+    try:
+        os.write(terminal, b"gpulease shell -n 1 --wait 1m\n")
+        wait_until(lambda: active(client))
+        os.write(terminal, b"echo inner $((20+1)) $$\n")
+        shows(b"inner 21")
+        for number in (31, 41):  # twice, because the second one has to be as the first
+            os.write(terminal, b"suspend\n")
+            shows(b"Stopped")
+            drawn = b""
+            os.write(terminal, f"echo outer $(({number}+1)) $((9999999+$$-{pid}))\n".encode())
+            shows(f"outer {number + 1} 9999999".encode())
+            os.write(terminal, b"fg\n")
+            shows(b"gpulease shell -n 1")
+            os.write(terminal, f"echo inner $(({number}+2))\n".encode())
+            shows(f"inner {number + 2}".encode())
+            drawn = b""
+        assert active(client), "the lease lasts as long as the shell"
+        os.write(terminal, b"exit\n")
+        wait_until(lambda: not active(client))
+    finally:
+        os.close(terminal)
+        os.waitpid(pid, 0)
 
 
 def test_a_detached_lease_belongs_to_no_process(client: Client, gpulease: Program) -> None:

@@ -13,6 +13,8 @@ command, so it finds them all.
 | the guard | the kernel sends SIGTERM to the command; `gpulease run` adopts the rest and ends it |
 | both at once | that SIGTERM alone; what survives it keeps its GPUs draining, and is named |
 
+A command that is a shell may be suspended: see `suspended_shell`.
+
 `gpulease run` forks it before it asks for GPUs: at that time there are no threads and no sockets, and nothing has to be
 imported again. The guard then waits for the environment of its command. Signals are blocked until it can handle them.
 Signals for the command come as bytes through the pipe, because the guard cannot tell a Ctrl-C of the terminal, which
@@ -32,7 +34,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from gpulease_protocol.host import process_tree
+from gpulease_protocol.host import process_tree, suspended_shell
 from gpulease_protocol.host.process_id import ProcessId
 
 SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -97,7 +99,7 @@ class Guard:
 
 def _run_command(command: Sequence[str], control_fd: int, report_fd: int, grace_s: float, kill_s: float) -> int:
     """In the guard: run the command to its end, and return its exit code; 128 + N if signal N ended it."""
-    environ = _read_environment(control_fd)
+    parent, environ = os.getppid(), _read_environment(control_fd)
     if environ is None:
         return 0
     process_tree.adopt_orphans()
@@ -110,6 +112,8 @@ def _run_command(command: Sequence[str], control_fd: int, report_fd: int, grace_
     os.close(report_fd)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     while (code := _reap(process)) is None:
+        if _has_stopped(process):
+            suspended_shell.stop_with(process.pid, parent)
         readable, _, _ = select.select([control_fd, wake_fd], [], [])
         if wake_fd in readable:
             _drain(wake_fd)
@@ -198,6 +202,11 @@ def _reap(process: subprocess.Popen[bytes]) -> int | None:
         else:
             os.waitpid(ended.si_pid, 0)
     return process.returncode
+
+
+def _has_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """True if the command has stopped since the last call."""
+    return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG) is not None
 
 
 def _drain(descriptor: int) -> None:
