@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.noun import Noun
+
+_VERBS = {
+    "gpu": "clean conflict conflict_over cordoned foreign foreign_over gone leftover recovered uncordoned unhealthy",
+    "job": "cancelled ended ended_for_reservation failed grown lost preempted ready regrouped retried running shrunk"
+    " starting stopping stuck submitted succeeded timed_out",
+    "lease": "budget_spent ended granted grown kept lost preempted preempting preemption_withdrawn queued"
+    " reclaim_notice reclaim_withdrawn reclaimed revived revoked shrunk unwatched",
+    "ledger": "recovered",
+    "limits": "removed set",
+    "node": "drained forgotten lost paused ready resumed unknown",
+    "reservation": "cancelled created ended",
+    "token": "created revoked",
+}
+KINDS: Mapping[str, tuple[str, ...]] = {noun: tuple(verbs.split()) for noun, verbs in _VERBS.items()}
+"""The kinds of events of this release, by noun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

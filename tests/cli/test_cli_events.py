@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import getpass
 import json
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -15,9 +17,11 @@ from pathlib import Path
 
 import pytest
 
+import gpulease_server
 from gpulease import Client
 from gpulease_cli.commands.events import format_event
-from gpulease_protocol.model import Event
+from gpulease_protocol.events import KINDS
+from gpulease_protocol.model import Event, JobState
 from gpulease_protocol.tokens import Role, TokenRequest
 from tests.cli.programs import Program, environ, wait_until
 from tests.daemon import daemon
@@ -203,6 +207,8 @@ def test_follow_continues_after_a_daemon_restart_without_a_gap(tmp_path: Path) -
 
 
 def test_follow_with_a_limit_ends_by_itself(client: Client, url: str) -> None:
+    with client.lease(1, wait_s=60):
+        pass  # there are events, also where this is the first test
     with following(url, "--after", "0", "--limit", "2") as program:
         assert len(program.communicate(timeout=60)[0].splitlines()) == 2
         assert program.returncode == 0
@@ -227,3 +233,33 @@ def test_pruned_events_are_refused_with_the_first_that_is_kept(gpulease: Program
             ]
         newest = gpulease("events", "--limit", "1000", GPULEASE_URL=running.url).stdout.splitlines()
         assert newest[0].split()[2] == "4"
+
+
+def test_a_kind_that_does_not_exist_is_refused_with_those_that_do(gpulease: Program) -> None:
+    unknown = gpulease("events", "--kind", "nonsense")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert "there is no kind 'nonsense'" in unknown.stderr
+    assert "Name one of gpu, job, lease, ledger, limits, node, reservation, token." in unknown.stderr
+    mistyped = gpulease("events", "--kind", "lease.grantd", "--json")
+    assert mistyped.returncode == 2
+    assert "lease.granted, " in mistyped.stderr
+    assert gpulease("events", "--kind", "node.forgotten").returncode == 0, "there is such a kind, and nothing to show"
+
+
+def test_every_kind_that_the_daemon_names_is_known() -> None:
+    sources = "\n".join(path.read_text() for path in Path(gpulease_server.__path__[0]).rglob("*.py"))
+    named = set(re.findall(rf'"((?:{"|".join(KINDS)})\.[a-z_]+)"', sources)) | {f"job.{state}" for state in JobState}
+    named -= {"job.id", "lease.id", "job.queued"}  # columns, and a state that no change leads to
+    assert named - {f"{noun}.{verb}" for noun, verbs in KINDS.items() for verb in verbs} == set()
+
+
+def test_the_times_in_the_reason_of_an_event_are_those_of_this_time_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        reason = "reservation-1 for user ada, 2026-11-22 23:30:00 UTC to 2026-11-23 01:00:00 UTC, by root"
+        line = format_event(Event(seq=1, at=AT, kind="reservation.created", cause="request-1", reason=reason))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert "2026-11-23 08:30:00 to 2026-11-23 10:00:00, by root" in line

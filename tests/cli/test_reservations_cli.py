@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+from datetime import datetime
 
 from gpulease import Client
 from gpulease_protocol import endpoints
@@ -41,8 +42,10 @@ def test_what_is_reserved_goes_to_no_one_else_and_is_told(client: Client, gpulea
     gone = gpulease("reservations", "cancel", noun["id"])
     assert gone.returncode == 1
     assert "gpulease reservations list" in gone.stderr
-    kinds = [one.kind for one in client.events() if one.kind.startswith("reservation.")]
-    assert kinds == ["reservation.created", "reservation.cancelled"]
+    events = [one for one in client.events() if one.kind.startswith("reservation.")]
+    assert [one.kind for one in events] == ["reservation.created", "reservation.cancelled"]
+    begin = datetime.fromisoformat(noun["from_at"])
+    assert f", {begin:%Y-%m-%d %H:%M:%S} UTC to " in (events[0].reason or ""), "as the events of other things say it"
 
 
 def test_without_a_node_the_options_that_name_gpus_are_named(gpulease: Program) -> None:

@@ -19,6 +19,7 @@ from gpulease_cli.parameters import option
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.event_choice import EventChoice
+from gpulease_protocol.events import KINDS
 from gpulease_protocol.model import Event
 from gpulease_protocol.status_table import printable, short_id, shortened
 
@@ -86,7 +87,8 @@ def list_events(follow: bool, after: int | None, limit: int | None, json: bool, 
             events = _newest(client, NEWEST if limit is None else limit, choice)
         else:
             events = client.events(after or 0, PAGE if limit is None else min(limit, PAGE), **choice)
-        for event in islice(events, limit):
+        count = 0
+        for count, event in enumerate(islice(events, limit), 1):  # noqa: B007 - it is looked at afterwards
             if json:
                 output.print_json_line(event)
             else:
@@ -94,6 +96,20 @@ def list_events(follow: bool, after: int | None, limit: int | None, json: bool, 
             if follow:
                 sys.stdout.flush()
         output.warn_if_stale(client.as_of)
+    if not count:
+        _check_kinds(choice["kinds"])
+
+
+def _check_kinds(kinds: Iterable[str]) -> None:
+    """Raise InvalidRequest for a kind that does not exist. Call it where nothing was found: a newer daemon may have
+    more of them."""
+    for kind in kinds:
+        noun, dot, verb = kind.partition(".")
+        if noun not in KINDS:
+            raise InvalidRequest(f"--kind: there is no kind {kind!r}.", remedy=f"Name one of {', '.join(KINDS)}.")
+        if dot and verb not in KINDS[noun]:
+            known = ", ".join(f"{noun}.{word}" for word in KINDS[noun])
+            raise InvalidRequest(f"--kind: there is no kind {kind!r}.", remedy=f"Name {noun}, or one of {known}.")
 
 
 def _choice(
@@ -135,14 +151,15 @@ def _newest(client: Client, count: int, choice: EventChoice) -> Iterable[Event]:
 
 
 def format_event(event: Event, width: int | None = None) -> str:
-    """An event on one line: time of this time zone, number, kind, subject and reason. Its cause is in the JSON.
+    """An event on one line: number, kind, subject and reason, with times of this time zone. Its cause is in the JSON.
 
     With the width of a terminal it is short: the date only of other days, beginnings of ids, and of a job and its lease
     only the job.
     """
     job, lease = (event.job_id, event.lease_id) if width is None else _short_ids(event)
     about = [lease, job, event.node and f"on {event.node}", _gpus(event.gpus)]
-    parts = [" ".join(printable(word, 255) for word in about if word), printable(event.reason or "", 300)]
+    reason = output.local_times(event.reason or "")
+    parts = [" ".join(printable(word, 255) for word in about if word), printable(reason, 300)]
     what = ": ".join(part for part in parts if part)
     at, now = event.at.astimezone(), datetime.now(UTC).astimezone()
     moment = f"{at:%H:%M:%S}" if width is not None and at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"

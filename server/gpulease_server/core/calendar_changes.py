@@ -74,10 +74,8 @@ def end_reservations(turn: Turn) -> None:
 def _emit(turn: Turn, kind: str, entry: Reservation, by: str) -> None:
     nodes = {device.node for device in entry.gpus}
     whom = f"user {entry.user}" if entry.group is None else f"group {entry.group}"
-    times, why = (
-        f"{entry.from_at.isoformat()} to {entry.to_at.isoformat()}",
-        f", {entry.reason}" if entry.reason else "",
-    )
+    times = f"{entry.from_at:%Y-%m-%d %H:%M:%S} UTC to {entry.to_at:%Y-%m-%d %H:%M:%S} UTC"
+    why = f", {entry.reason}" if entry.reason else ""
     turn.emit(
         kind,
         node=nodes.pop() if len(nodes) == 1 else None,
