@@ -42,6 +42,21 @@ def obstacle_groups(obstacles: Iterable[Obstacle], now: datetime | None = None) 
     return phrases if more <= 0 else [*phrases[:MAX_GROUPS], f"and {more} more"]
 
 
+def obstacle_lines(obstacles: Iterable[Obstacle]) -> list[str]:
+    """The sentence of each obstacle, and one line for all GPUs of a node of which the same is said."""
+    groups: dict[tuple[str, str], list[Obstacle]] = {}
+    for obstacle in obstacles:
+        said = obstacle.sentence.removeprefix(f"GPU {obstacle.index} of {obstacle.node} ")
+        groups.setdefault((obstacle.node, said), []).append(obstacle)
+    lines: dict[str, None] = {}
+    for (node, said), alike in groups.items():
+        if len(alike) == 1 or said == alike[0].sentence:  # of one GPU, or of its node or user
+            lines[alike[0].sentence] = None
+        else:
+            lines[f"{gpu_ranges([one.index for one in alike], node)}: {said.removeprefix('is ')}"] = None
+    return list(lines)
+
+
 def _why(obstacle: Obstacle, now: datetime) -> str | None:
     """Why one GPU is not free, without its name; None for a sentence that does not begin with it."""
     if obstacle.code == "leased" and obstacle.holder is not None:
@@ -60,7 +75,7 @@ def _holder(obstacle: Obstacle) -> str:
         what = holder.label
     elif obstacle.job_id:
         what = f"job {obstacle.job_id}"
-    elif holder.owner_pid and _is_watched(obstacle):
+    elif holder.owner_pid and (_is_watched(obstacle) or _has_last_moment(obstacle)):
         what = f"pid {holder.owner_pid}"
     else:
         what = obstacle.lease_id or ""
@@ -73,14 +88,22 @@ def _is_watched(obstacle: Obstacle) -> bool:
     return " until " not in obstacle.sentence
 
 
+def _has_last_moment(obstacle: Obstacle) -> bool:
+    """True if the lease ends at `until` however often it is renewed."""
+    return " at the latest" in obstacle.sentence
+
+
 def _times(obstacle: Obstacle, now: datetime) -> str:
     """Since when, and until when where that is known, by the clock of this host."""
     since = f" for {format_duration((now - obstacle.since).total_seconds())}" if obstacle.since else ""
     if obstacle.until is None or _is_watched(obstacle):
         return since
-    local = obstacle.until.astimezone()
+    local, unless = (
+        obstacle.until.astimezone(),
+        "" if obstacle.job_id or _has_last_moment(obstacle) else " unless renewed",
+    )
     day = "" if local.date() == now.astimezone().date() else f"{local:%b %d} "
-    return f"{since}, until {day}{local:%H:%M}{'' if obstacle.job_id else ' unless renewed'}"
+    return f"{since}, until {day}{local:%H:%M}{unless}"
 
 
 def describe_wait(explanation: Explanation) -> str:

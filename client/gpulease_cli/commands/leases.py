@@ -15,6 +15,7 @@ from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument, option
 from gpulease_cli.snapshot import LIVE_JOBS, LIVE_LEASES
 from gpulease_protocol.model import Job, Lease
+from gpulease_protocol.obstacle_groups import obstacle_lines
 from gpulease_protocol.status_table import (
     describe_demand,
     describe_end,
@@ -69,13 +70,13 @@ def explain(lease: str | None, json: bool) -> None:
         click.echo(f"{job.id} {output.spelled(job.state)}{f': {printable(job.reason, 2000)}' if job.reason else ''}")
         if job.ended:
             return
-    # The sentence includes every obstacle; here each has a line of its own.
+    # The sentence includes every obstacle; here those that are alike have a line of their own.
     sentence = explanation.sentence
     for obstacle in explanation.obstacles:
         sentence = sentence.replace(f" {obstacle.sentence}", "", 1)
     click.echo(output.local_times(sentence))
-    for obstacle in explanation.obstacles:
-        click.echo(f"  {output.local_times(obstacle.sentence)}")
+    for line in obstacle_lines(explanation.obstacles):
+        click.echo(f"  {output.local_times(line)}")
 
 
 def lease_or_job(word: str | None) -> str:

@@ -149,9 +149,10 @@ def _end(ledger: Ledger, record: LeaseRecord, now: Instant) -> tuple[datetime | 
         last = over if last is None else min(last, over)
     deadline_s = ledger.deadlines.get(lease.id)
     until = None if deadline_s is None else wall_clock(now, deadline_s)
-    if last is not None and (until is None or last <= until):
+    is_watched = lease.liveness is Liveness.PROCESS
+    if last is not None and (until is None or last <= until or is_watched):
         return last, f" until {last:%Y-%m-%d %H:%M:%S} UTC at the latest"
-    if until is None or lease.liveness is Liveness.PROCESS:
+    if until is None or is_watched:
         return until, ""
     return until, f" until {until:%Y-%m-%d %H:%M:%S} UTC unless it is renewed"
 
