@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import socket
 import threading
 import time
@@ -325,3 +326,11 @@ def test_no_request_is_logged_into_the_log_of_the_user(
         assert not caplog.records
         httpx2.get(f"{daemon.url}/v1/gpus")
         assert "HTTP Request: GET" in caplog.text, "requests of others are logged as before"
+
+
+def test_a_client_that_was_used_is_pickled_for_another_process(daemon: FakeDaemon, client: Client) -> None:
+    daemon.gpus = []
+    assert client.gpus() == ()
+    with pickle.loads(pickle.dumps(client)) as copy:
+        assert copy.gpus() == ()
+        assert repr(copy) == repr(client)

@@ -50,6 +50,10 @@ class Transport:
         # Keyed by process: a forked child must neither use nor close the sockets of its parent.
         self._connections: dict[tuple[int, Address], Connections] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process that gets it, as with the arguments of a pool's task, opens connections of its own."""
+        return type(self), (self._destination,)
+
     def close(self) -> None:
         """Close every connection; a later call opens new ones."""
         for key in list(self._connections):
