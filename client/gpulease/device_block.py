@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import operator
 import time
@@ -42,6 +43,7 @@ from typing import Any, TypeVar, cast
 
 from gpulease.brief_errors import brief_errors
 from gpulease.client import Client
+from gpulease.cuda import ranks
 from gpulease.cuda.ordinals import VisibleDevices, mask_settings
 from gpulease.device_request import (
     is_bound,
@@ -66,6 +68,8 @@ from gpulease.device_reuse import (
 from gpulease.kept_gpus import CalledBack, GpuKeeper, Holding, Waiter
 from gpulease_protocol.errors import GpuleaseError, InUse, NotNow
 from gpulease_protocol.model import Device, GpuState
+
+LOG = logging.getLogger("gpulease")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -182,6 +186,8 @@ class DeviceBlock:
             self._num_devices, self._requirements, client, until_s if may_wait else time.monotonic()
         )
         check_not_bound(client, visible)
+        if self._num_devices != 1 and ranks.launcher_process() is not None:
+            _warn_of_rank()
         kept = [one for one in (*(blocks_around() if around is None else around), *REGISTRY.active())]
         own = {gpu.uuid for one in kept if one.lease.is_holder for gpu in one.gpus}
         own &= {gpu.uuid for gpu in visible.gpus}
@@ -329,6 +335,15 @@ def free_cuda_devices(*, client: Client | None = None) -> list[int]:
     visible = look(client)
     kept = GpuKeeper.of(client.destination).kept()
     return visible.ordinals(gpu.uuid for gpu in visible.gpus if gpu.state == GpuState.FREE or gpu.uuid in kept)
+
+
+@functools.cache
+def _warn_of_rank() -> None:
+    """Say once that the ranks of a training that open blocks do not share them."""
+    LOG.warning(
+        "This process is one of the ranks of a training, and each of them takes GPUs of its own in usable_cuda_devices:"
+        " they may wait for each other. For GPUs that the ranks share, call gpulease.find_usable_cuda_devices."
+    )
 
 
 def check_not_bound(client: Client, visible: VisibleDevices) -> None:

@@ -342,3 +342,17 @@ def test_the_decorator_needs_its_number() -> None:
     with pytest.raises(TypeError, match="num_devices must be an integer"):
         gpulease.on_gpus(lambda: None)  # type: ignore[arg-type]
     assert "CUDA_DEVICE_ORDER" not in os.environ
+
+
+def test_a_rank_that_opens_a_block_of_several_gpus_is_told_that_it_shares_them_with_no_other(
+    client: Client, url: str
+) -> None:
+    program = "import gpulease\nfor count in (%s):\n    with gpulease.usable_cuda_devices(count): pass"
+    rank = environ(GPULEASE_URL=url, LOCAL_RANK="1", RANK="1", WORLD_SIZE="2", MASTER_PORT="29500")
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program % counts], env=environment, capture_output=True, text=True, check=True
+        ).stderr.count("is one of the ranks of a training")
+        for counts, environment in (("2, 2", rank), ("1, 1", rank), ("2, 2", environ(GPULEASE_URL=url)))
+    ]
+    assert said == [1, 0, 0]
