@@ -98,10 +98,8 @@ def _times(obstacle: Obstacle, now: datetime) -> str:
     since = f" for {format_duration((now - obstacle.since).total_seconds())}" if obstacle.since else ""
     if obstacle.until is None or _is_watched(obstacle):
         return since
-    local, unless = (
-        obstacle.until.astimezone(),
-        "" if obstacle.job_id or _has_last_moment(obstacle) else " unless renewed",
-    )
+    local = obstacle.until.astimezone()
+    unless = "" if obstacle.job_id or _has_last_moment(obstacle) else " unless renewed"
     day = "" if local.date() == now.astimezone().date() else f"{local:%b %d} "
     return f"{since}, until {day}{local:%H:%M}{unless}"
 
