@@ -52,7 +52,7 @@ def die(how: str) -> None:
         os._exit(3)
     if how == "sys.exit":
         sys.exit(4)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGRTMIN + 1 if how == "real-time" else signal.SIGKILL)
 
 
 def return_what_cannot_be_sent() -> object:

@@ -148,7 +148,12 @@ def test_an_error_comes_back_with_its_traceback_and_fails_alone(client: Client) 
 
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
-    [("exit", ProcessDied, "exited with code 3"), ("kill", ProcessDied, "SIGKILL"), ("sys.exit", SystemExit, "4")],
+    [
+        ("exit", ProcessDied, "exited with code 3"),
+        ("kill", ProcessDied, "SIGKILL"),
+        ("real-time", ProcessDied, f"was ended by signal {signal.SIGRTMIN + 1}"),
+        ("sys.exit", SystemExit, "4"),
+    ],
 )
 def test_a_process_that_dies_fails_only_its_own_future(client: Client, how: str, kind: Any, words: str) -> None:
     with GPUExecutor(client=client) as executor:

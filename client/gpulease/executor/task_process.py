@@ -162,4 +162,7 @@ def _unpickle_outcome(response: bytes) -> tuple[Any, BaseException | None]:
 def _describe_exit(returncode: int | None) -> str:
     if returncode is None or returncode >= 0:
         return f"exited with code {returncode}"
-    return f"was ended by {signal.Signals(-returncode).name}"
+    try:
+        return f"was ended by {signal.Signals(-returncode).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"was ended by signal {-returncode}"
