@@ -33,8 +33,8 @@ class Obstacle(Noun):
     since: datetime | None = None
     """Since when that lease has held the GPU; with `reserved` when the reservation begins."""
     until: datetime | None = None
-    """When the lease in the way ends: unless it is renewed or, if it is a job's, at the latest; null where no time
-    limit runs, or no lease is in the way. With `reserved` when the reservation ends."""
+    """When the lease in the way ends: at the latest if it is a job's or has declared a time, else unless it is renewed;
+    null where no time limit runs, or no lease is in the way. With `reserved` when the reservation ends."""
     job_id: str | None = None
     """The job that runs under that lease."""
     kept: LeaseKeep | None = None
