@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 
-from gpulease_protocol.host.addresses import make_traversable
+from gpulease_protocol.host.addresses import prepare_data_directory
 from gpulease_protocol.host.logging import fields, logging_to_stderr
 from gpulease_server import other_daemons
 from gpulease_server.database_settings import default_database_url
@@ -46,10 +46,9 @@ def _serve(settings: ServeSettings) -> int:
     check_peers(settings)
     data_dir = settings.data_dir.absolute()
     try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        make_traversable(data_dir)
+        prepare_data_directory(data_dir)
     except OSError as error:
-        detail = f"{data_dir} cannot be created: {error.strerror}."
+        detail = f"{data_dir} cannot be used: {error.strerror}."
         raise CannotStart(detail, remedy="Give another --data-dir.") from None
     url = settings.database_url or default_database_url(data_dir)
     with contextlib.ExitStack() as stack:

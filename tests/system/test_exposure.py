@@ -178,3 +178,17 @@ def test_connections_that_never_complete_their_handshake_keep_no_one_out(
             f"https://127.0.0.1:{running.port}/healthz", timeout=30, context=trusting
         ) as answer:
             assert answer.status == 200
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+@pytest.mark.parametrize("words", [["serve", "--port", "0", "--simulate", "1"], ["worker", "--simulate", "1"]])
+def test_a_data_directory_of_another_user_is_refused(tmp_path: Path, words: list[str]) -> None:
+    """As `/tmp/gpulease`, made by a user before root starts a daemon with it: they could replace its database."""
+    directory = tmp_path / "d"
+    directory.mkdir(mode=0o755)
+    os.chown(directory, OTHER, OTHER)
+    refused = completed([*words, "--data-dir", str(directory)], dict(os.environ), 60)
+    assert refused.returncode != 0
+    assert f"it belongs to another user (uid {OTHER})" in refused.stderr
+    assert "--data-dir" in refused.stderr
+    assert list(directory.iterdir()) == []

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpulease_protocol.host import garbage, process_tree
-from gpulease_protocol.host.addresses import make_traversable
+from gpulease_protocol.host.addresses import prepare_data_directory
 from gpulease_protocol.host.logging import logging_to_stderr
 from gpulease_worker.jobs import cgroup
 from gpulease_worker.loop import WorkerLoop
@@ -90,8 +90,7 @@ class UnusableDirectory(Exception):
 def _open_directory(data_dir: Path) -> int | None:
     """Make a data directory and take its lock, as `_lock`. Raises UnusableDirectory."""
     try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        make_traversable(data_dir)
+        prepare_data_directory(data_dir)
         return _lock(data_dir / "worker.lock")
     except OSError as error:
         raise UnusableDirectory(error) from error

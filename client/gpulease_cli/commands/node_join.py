@@ -106,8 +106,7 @@ def _as_command(error: NotAllowed, name: str) -> GpuleaseError:
 
 def _make_directory(directory: Path) -> None:
     """Make the worker's directory, and see that it can be written: before the token is used up. Raises OSError."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    addresses.make_traversable(directory)
+    addresses.prepare_data_directory(directory)
     with tempfile.TemporaryFile(dir=directory):
         pass
 

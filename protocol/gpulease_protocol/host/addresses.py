@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -149,11 +150,19 @@ def _not_an_address(url: str, source: str) -> InvalidRequest:
     )
 
 
-def make_traversable(directory: Path) -> None:
-    """Let users reach the directories of their jobs below this one. It stays closed to listing.
+def prepare_data_directory(directory: Path) -> None:
+    """Make a data directory, and let users reach the directories of their jobs below it. It stays closed to listing.
 
-    Only a directory that is root's alone is changed: other permissions were given on purpose.
+    Only a directory that is root's alone is changed: other permissions were given on purpose. Raises OSError, also for
+    one that another user owns, who could put what they like in place of what is kept there.
     """
+    from gpulease_protocol.host.tcp_socket_owner import is_overflow_uid  # noqa: PLC0415 - clients have no such directory
+
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     seen = directory.stat()
+    if seen.st_uid not in (0, os.geteuid()) and not is_overflow_uid(seen.st_uid):
+        raise PermissionError(
+            errno.EPERM, f"it belongs to another user (uid {seen.st_uid}), who could replace what is in it"
+        )
     if seen.st_uid == os.geteuid() == 0 and stat.S_IMODE(seen.st_mode) == 0o700:
         directory.chmod(0o711)
