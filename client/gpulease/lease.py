@@ -156,9 +156,9 @@ class HeldLease:
             threading.Thread(target=body, name=f"gpulease-{name}-{lease.id}", daemon=True)
             for name, body in (("renew", self._renew_loop), ("watch", self._watch_loop))
         )
-        if not shared:
-            _held_leases.add(self)
         try:
+            if not shared:
+                _held_leases.add(self)
             for thread in self._threads:
                 thread.start()
         except BaseException:

@@ -19,7 +19,7 @@ from gpulease import Client, Gpu, GpuleaseError, GpuState, Node, NodeState, find
 from gpulease.cuda.ordinals import VisibleDevices
 from gpulease.device_reuse import DeviceRegistry, DeviceRequirements, FoundDevices
 from gpulease.executor.task_loop import TaskLoop
-from gpulease.lease import HeldLease, _release_all
+from gpulease.lease import HeldLease, _held_leases, _release_all
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.release_retries import DEBTS
 from gpulease_protocol.host.process_id import ProcessId
@@ -231,6 +231,7 @@ def test_ctrl_c_between_a_grant_and_its_holder_gives_the_lease_back(
         return is_received and not any("gpulease-renew" in one.name for one in threading.enumerate())
 
     held: list[HeldLease] = []
+    before = set(_held_leases)
     for at in itertools.count():
         daemon.leases.clear()
         if not is_interrupted(lambda: held.append(client.lease(1, wait_s=wait_s)), at, counts):
@@ -238,6 +239,7 @@ def test_ctrl_c_between_a_grant_and_its_holder_gives_the_lease_back(
             break
         assert {lease["end_reason"] for lease in daemon.leases.values()} == {"released"}, at
         until(lambda: not DEBTS.owed_to(client.destination))
+        assert _held_leases == before, "the exit of the process would release it again"
     assert at > 10
 
 
