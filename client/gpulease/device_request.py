@@ -16,7 +16,7 @@ from gpulease.cuda.ordinals import MASK, VisibleDevices, check_mask_changeable, 
 from gpulease.device_reuse import LEASE_VARIABLE, REGISTRY, DeviceRequirements, check_no_blocks
 from gpulease.lease import HeldLease, LeaseClient, own_lease_ids
 from gpulease.own_node import own_node
-from gpulease.sansio.flows import check_wait
+from gpulease.sansio.http_requests import check_wait
 from gpulease_protocol.durations import LONGEST_S, parse_duration
 from gpulease_protocol.errors import (
     DaemonUnavailable,

@@ -634,7 +634,11 @@ def reservations_are_never_crossed(seen: Seen) -> Iterator[str]:
         name, _, what = (event["reason"] or "").partition(" for user ")
         if event["kind"] == "reservation.created":
             user, from_at = what.split(", ")[0], what.split(", ")[1].partition(" to ")[0]
-            calendar[name] = set(event["gpus"]), user, datetime.datetime.fromisoformat(from_at)
+            calendar[name] = (
+                set(event["gpus"]),
+                user,
+                datetime.datetime.fromisoformat(from_at.replace(" UTC", "+00:00")),
+            )
         elif event["kind"].startswith("reservation."):
             calendar.pop(name, None)
         lease = leases.get(event["lease_id"])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpulease.sansio.effects import Emit, Flow, NextChunk, ResponseLost, Sleep
 from gpulease.sansio.failover import Destination, Failover, is_safe_to_resend, may_have_taken_effect
+from gpulease.sansio.http_requests import check_wait
 from gpulease.sansio.release_retries import DEBTS, Debt, is_about_its_debt, is_answer
 from gpulease.sansio.wait_announcement import WaitAnnouncement
 from gpulease_protocol import endpoints
@@ -403,16 +404,6 @@ class Flows:
                 pause = Sleep(0.05 if time.monotonic() - started_at < 0.05 else 0.0)
             yield pause
         return noun, sent_at
-
-
-def check_wait(wait_s: Any) -> None:
-    """Raise InvalidRequest for a time that is below 0 or no number; infinity waits forever."""
-    try:
-        is_time = wait_s >= 0
-    except TypeError:
-        is_time = False
-    if not is_time:
-        raise InvalidRequest(f"wait_s: must be 0 or more seconds, not {wait_s!r}.")
 
 
 def _unheld(lease: Lease, trusted_from: float) -> Lease:

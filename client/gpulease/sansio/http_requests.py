@@ -1,4 +1,4 @@
-"""What both HTTP libraries below the transports share: headers, and failures in words."""
+"""What both HTTP libraries below the transports share: headers, waits, and failures in words."""
 
 from __future__ import annotations
 
@@ -45,6 +45,16 @@ def encoded_body(call: ApiCall[Any]) -> bytes | None:
         raise InvalidRequest(
             f"{name}: must be text, a number, or a list of them, not the {shown}.", remedy="Correct it and try again."
         ) from error
+
+
+def check_wait(wait_s: Any) -> None:
+    """Raise InvalidRequest for a time that is below 0 or no number; infinity waits forever."""
+    try:
+        is_time = wait_s >= 0
+    except TypeError:
+        is_time = False
+    if not is_time:
+        raise InvalidRequest(f"wait_s: must be 0 or more seconds, not {wait_s!r}.")
 
 
 def not_utf_8(error: UnicodeEncodeError, call: ApiCall[Any]) -> InvalidRequest:
