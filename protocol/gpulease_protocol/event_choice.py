@@ -14,8 +14,8 @@ class EventChoice(TypedDict, total=False):
     """At this time or later."""
     to_at: datetime | None
     """Before this time."""
-    kinds: Iterable[str]
-    """Of one of these kinds: `lease.granted`, or `lease` for all of leases."""
+    kinds: str | Iterable[str]
+    """Of this kind, or of one of these: `lease.granted`, or `lease` for all of leases."""
     user: str | None
     """Of leases and jobs of this user."""
     gpu: str | None
@@ -34,4 +34,5 @@ def query_of(choice: EventChoice) -> list[tuple[str, str]]:
     ]
     names = ("user", "gpu", "node", "lease", "job")
     query += [(name, str(choice.get(name))) for name in names if choice.get(name) is not None]
-    return query + [("kind", kind) for kind in choice.get("kinds", ())]
+    kinds = choice.get("kinds", ())
+    return query + [("kind", kind) for kind in ((kinds,) if isinstance(kinds, str) else kinds)]

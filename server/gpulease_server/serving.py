@@ -225,7 +225,7 @@ class Serving:
         self.leadership.superseded = True
         self.server.end(
             Superseded(
-                "Another daemon has taken over the database, so this one ended. Everything it answered is recorded.",
+                "Another daemon has taken over the database, so this one ended.",
                 remedy="Use the other one. Start this one again with --standby, or after the other one has ended.",
             )
         )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -123,6 +123,21 @@ def test_a_backup_can_be_made_before_an_upgrade(sqlite_url: str, tmp_path: Path)
     assert check_database(f"sqlite:///{file}") == []
 
 
+def test_an_upgraded_backup_has_a_log_of_its_own(sqlite_url: str, tmp_path: Path) -> None:
+    """Otherwise the next start takes that log, after a crash, for one of another database."""
+    fill(sqlite_url)
+    migrate(sqlite_url, "0033")
+    file = tmp_path / "copy.db"
+    backup(sqlite_url, file)
+    upgrade_alone(f"sqlite:///{file}")
+    with closing(sqlite3.connect(file)) as other:
+        other.execute("PRAGMA journal_mode = wal")
+        other.execute("UPDATE counter SET value = value + 1")
+        other.commit()
+        assert file.with_name("copy.db-wal").stat().st_size > 0
+        assert check_database(f"sqlite:///{file}") == []
+
+
 def test_a_backup_beside_the_log_of_a_database_that_crashed_is_not_destroyed(sqlite_url: str, tmp_path: Path) -> None:
     fill(sqlite_url)
     copy = tmp_path / "copy.db"
@@ -134,7 +149,7 @@ def test_a_backup_beside_the_log_of_a_database_that_crashed_is_not_destroyed(sql
     for use in (check_database, revisions, upgrade_alone, lambda url: take_over(store, url)):
         with pytest.raises(DatabaseUnusable, match="the log beside it") as refused:
             use(restored)
-        assert "Delete restored.db-wal and restored.db-shm" in refused.value.remedy
+        assert "Move restored.db-wal and restored.db-shm away" in refused.value.remedy
     assert (tmp_path / "restored.db").read_bytes() == copy.read_bytes()
     (tmp_path / "restored.db-wal").unlink()
     take_over(store, restored)

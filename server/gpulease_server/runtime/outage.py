@@ -48,7 +48,7 @@ class Outage:
     """The time from a failed commit, or from the start of loading the ledger, until commits succeed again.
 
     Args:
-        reason: Why nothing can be recorded.
+        reason: Why nothing can be recorded; a sentence.
         failed: The changes that may or may not have been recorded.
         committed: The ledger before them.
         answers_renewals: Whether renewals are answered, because no other daemon can have taken over meanwhile.
@@ -64,7 +64,7 @@ class Outage:
         answers_renewals: bool = False,
         try_writing: bool = True,
     ) -> None:
-        self.reason = reason
+        self.reason = reason.rstrip(".")
         self.try_writing = try_writing
         self._answers_renewals = answers_renewals
         self._since_s = clock.now().mono_s
@@ -113,7 +113,8 @@ class Outage:
 
     def update(self, error: Exception) -> None:
         """Keep the newest reason, and log it if it has changed; with a traceback if this program is at fault."""
-        self.reason = error.detail if isinstance(error, StoreFailed) else f"the ledger cannot be used: {failure(error)}"
+        reason = error.detail if isinstance(error, StoreFailed) else f"the ledger cannot be used: {failure(error)}"
+        self.reason = reason.rstrip(".")
         if self.reason != self._logged_reason:
             self._logged_reason = self.reason
             ours = not isinstance(error, (StoreFailed, SQLAlchemyError, OSError))

@@ -133,8 +133,7 @@ class Writer:
             if answer is not None:
                 return answer
         if self.problem is not None:
-            problem = self.problem.rstrip(".")
-            raise Unavailable(f"The daemon cannot record anything now: {problem}.", remedy=NOTHING_DONE)
+            raise Unavailable(f"The daemon cannot record anything now: {self.problem}.", remedy=NOTHING_DONE)
         if self.disk_reserve.is_short and isinstance(happening, (LeaseRequested, JobSubmitted)):
             detail = "The disk of the ledger is full; what is left is kept for releases and cancellations."
             raise Unavailable(detail, remedy="Nothing was done. Free some space on the daemon's disk, then ask again.")

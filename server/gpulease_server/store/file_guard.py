@@ -32,7 +32,7 @@ def require_own_log(file: Path) -> None:
     if is_left and _is_backup(file):
         raise DatabaseUnusable(
             f"{file} is a backup, and the log beside it is of the database that was there before.",
-            remedy=f"Delete {file.name}-wal and {file.name}-shm, then try again; see docs/databases.md.",
+            remedy=f"Move {file.name}-wal and {file.name}-shm away, then try again; see docs/databases.md.",
         )
 
 

@@ -78,6 +78,6 @@ def _requested_wait_s(scope: Scope) -> float:
     if scope["path"].endswith(UNBOUNDED_PATHS):
         return float("inf")
     try:
-        return float(parse_qs(scope["query_string"].decode("ascii", "replace")).get("wait_s", ["0"])[0])
+        return float(parse_qs(scope["query_string"].decode("ascii", "replace")).get("wait_s", ["0"])[-1])
     except ValueError:
         return 0.0

@@ -175,7 +175,7 @@ class Standby:
         """Log a problem once, and its end once."""
         if problem and problem != self._logged_problem:
             log.error("cannot take over: %s Trying again.", problem)
-            self._writer.problem = f"stands by, and cannot take over: {problem}"
+            self._writer.problem = f"stands by, and cannot take over: {problem.rstrip('.')}"
         elif self._logged_problem and not problem:
             log.info("the database answers again")
         self._logged_problem = problem
