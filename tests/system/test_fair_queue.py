@@ -46,7 +46,7 @@ def test_a_gang_is_passed_twice_across_a_kill_then_gpus_are_held_and_it_is_serve
         assert len(explain(running, gang)["held"]) == 3
         assert "2 newer requests started first" in printed(running, gang)
         assert "Held for it: GPUs" in printed(running, gang)
-        assert f"is held for the earlier {gang['id']}" in printed(running, younger)
+        assert f"held for the earlier {gang['id']}" in printed(running, younger)
         running.release(held)
         served = running.call("GET", f"/v1/leases/{gang['id']}?wait_s=50&wait_while=queued").json
         assert (served["state"], len(served["gpus"])) == ("active", 4)

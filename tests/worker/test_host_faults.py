@@ -50,7 +50,7 @@ class Story:
         """Of the next reports."""
         monkeypatch.setattr(self.loop, "_send", self._send)
         monkeypatch.setattr(self.loop, "_read", self._read)
-        monkeypatch.setattr(self.loop._jobs, "reconcile", self.followed.append)
+        monkeypatch.setattr(self.loop._jobs, "reconcile", lambda orders, _: self.followed.append(orders))
 
     async def _send(self, report: NodeReport) -> DesiredState:
         if self.failure is not None:

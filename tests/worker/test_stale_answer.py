@@ -35,7 +35,7 @@ def test_an_answer_from_before_a_worker_was_stopped_starts_nothing(
         monkeypatch.setattr(worker_loop, "since_boot_s", lambda: since_boot_s[0])
         monkeypatch.setattr(worker, "_report", report)
         monkeypatch.setattr(worker, "_send", answer)
-        monkeypatch.setattr(worker._jobs, "reconcile", followed.append)
+        monkeypatch.setattr(worker._jobs, "reconcile", lambda orders, _: followed.append(orders))
         assert await worker._turn()
         assert (worker._desired is not None) is starts, "the next report must not answer to it either"
 
