@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpulease import AsyncClient, Client, GpuleaseError, JobRequest, LeaseRequest
+from gpulease_protocol import endpoints as calls
 from gpulease_protocol.limits import LimitKind, LimitsRequest
 from gpulease_protocol.reservations import ReservationRequest
 from gpulease_protocol.tokens import TokenRequest
@@ -109,3 +110,8 @@ def test_every_endpoint_has_a_method(daemon: FakeDaemon, kind: Any) -> None:
     known = set(endpoints()) - NOT_FOR_CLIENTS
     assert len(known) > 15, "the application's endpoints were not found"
     assert {endpoint for endpoint in known if not is_asked(endpoint)} == set()
+
+
+@pytest.mark.parametrize("kinds", ["lease.granted", ["lease.granted"]], ids=["by itself", "in a list"])
+def test_events_of_one_kind_are_asked_for_by_its_name(kinds: Any) -> None:
+    assert ("kind", "lease.granted") in calls.events(0, kinds=kinds).query
