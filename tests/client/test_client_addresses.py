@@ -168,6 +168,20 @@ def test_name_resolution_times_out_within_2_s(monkeypatch: pytest.MonkeyPatch) -
     resolved.set()
 
 
+def test_a_name_is_resolved_at_the_exit_of_python_too(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, answer = threading.Thread.start, socket.getaddrinfo
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("gpulease"):  # the daemon's go on
+            raise RuntimeError("can't create new thread at interpreter shutdown")  # since Python 3.12
+        start(thread)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *more, **options: answer("127.0.0.1", *more, **options))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Client(f"http://gpus.lab:{daemon.port}") as client:
+        assert client.gpus() == ()
+
+
 def test_the_first_address_that_responds_is_used(gpus: Ask, daemon: FakeDaemon, other: FakeDaemon) -> None:
     with closed_port() as a:
         assert gpus([a, daemon.url, other.url]) == ()

@@ -228,8 +228,12 @@ def _resolve(host: str, port: int, limit_s: float) -> list[Any]:
         resolve()
     else:
         thread = threading.Thread(target=resolve, name=f"gpulease-resolve-{host}", daemon=True)
-        thread.start()
-        thread.join(limit_s)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is exiting, and since Python 3.12 it starts no more threads
+            resolve()
+        else:
+            thread.join(limit_s)
     if "targets" in outcome:
         targets: list[Any] = outcome["targets"]
         return targets
