@@ -1,4 +1,4 @@
-"""A daemon whose database is another one: what it has never heard of is not ended."""
+"""A daemon whose database is another one, or a node with another name: what it has never heard of is not ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpulease_protocol.node_protocol import RunState
+from gpulease_worker import main
+from gpulease_worker.jobs.job_settings import JobSettings
+from gpulease_worker.settings import WorkerSettings
 from tests.worker.build import GPUS, kill, living, order, spec
 from tests.worker.play import Worker, play, soon
 
@@ -79,3 +82,27 @@ def test_a_job_that_its_own_database_no_longer_orders_is_ended(
         assert not living(JOB.lease_id)
 
     play(tmp_path, story)
+
+
+def test_a_worker_whose_node_has_another_name_now_ends_no_job_that_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def begin(worker: Worker) -> None:
+        await worker.until([JOB], RunState.RUNNING, "first")
+
+    async def found(worker: Worker) -> None:
+        assert states(worker) == [RunState.RUNNING]
+
+    async def forget(worker: Worker) -> None:
+        await soon(lambda: worker.jobs.reconcile([], "first") or not worker.jobs.reports(), "it is forgotten")
+
+    play(tmp_path, begin, settings=JobSettings(node="old"))
+    assert main.run(WorkerSettings(url="http://127.0.0.1:1", node="new", data_dir=tmp_path, simulate="1")) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"gpulease worker: The data directory {tmp_path} cannot be used: job j of node old runs there, and under"
+        " another name its worker would end it. Give it --node old, or wait until its jobs have ended."
+    )
+    play(tmp_path, found, settings=JobSettings(node="old"))
+    end_it()
+    play(tmp_path, forget, settings=JobSettings(node="old"))
+    play(tmp_path, forget, settings=JobSettings(node="new"))

@@ -91,6 +91,7 @@ What each failure does
   fork server is started. The same after an upgrade of the package, so that every job runs what is installed.
 - A supervisor is killed: how the job would have ended is unknown. The worker kills everything with the marker and
   reports the job as exited without a code. A worker that starts later does the same.
+- The worker starts again under another node name: it refuses while a job of the former one runs, which it would end.
 - The machine reboots: start times count from boot, so the boot's id is in the record, and the job is treated as above.
 - The worker is killed between 1 and 2, or right after it started the supervisor: there is an order and no `start.json`,
   so the next worker that is still ordered to run the job starts a supervisor. Of two supervisors the one with the lock

@@ -17,6 +17,7 @@ from gpulease_protocol.host import garbage, process_tree
 from gpulease_protocol.host.addresses import prepare_data_directory
 from gpulease_protocol.host.logging import logging_to_stderr
 from gpulease_worker.jobs import cgroup
+from gpulease_worker.jobs.reconciler import JobsOfAnotherNode
 from gpulease_worker.loop import WorkerLoop
 from gpulease_worker.settings import WorkerSettings
 
@@ -70,6 +71,8 @@ async def _run_until_signal(settings: WorkerSettings) -> None:
         worker.recover()
     except OSError as error:
         raise UnusableDirectory(error) from error
+    except JobsOfAnotherNode as error:
+        raise UnusableDirectory(error, f"Give it --node {error.node}, or wait until its jobs have ended.") from error
     garbage.started()
     loop = asyncio.create_task(worker.run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, loop.cancel)
@@ -81,9 +84,9 @@ async def _run_until_signal(settings: WorkerSettings) -> None:
 class UnusableDirectory(Exception):
     """The data directory cannot be used. The message says why."""
 
-    def __init__(self, error: OSError) -> None:
+    def __init__(self, error: Exception, remedy: str | None = None) -> None:
         super().__init__(str(error))
-        self.remedy = _remedy(error) or "Choose another --data-dir."
+        self.remedy = remedy or _remedy(error) or "Choose another --data-dir."
         """What to do."""
 
 
@@ -96,8 +99,9 @@ def _open_directory(data_dir: Path) -> int | None:
         raise UnusableDirectory(error) from error
 
 
-def _remedy(error: OSError) -> str | None:
-    return next((remedy for numbers, remedy in REMEDIES.items() if error.errno in numbers), None)
+def _remedy(error: Exception) -> str | None:
+    number = getattr(error, "errno", None)
+    return next((remedy for numbers, remedy in REMEDIES.items() if number in numbers), None)
 
 
 def _bind_to_parent() -> bool:

@@ -243,6 +243,7 @@ class WorkerSettings:
             memory_bytes=self.job_memory_bytes,
             no_new_privs=self.no_new_privs,
             pam_service=self.pam_service,
+            node=self.node,
         )
 
     @property

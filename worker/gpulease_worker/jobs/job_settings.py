@@ -25,6 +25,8 @@ class JobSettings(Noun):
     """Whether programs that it executes gain no privileges."""
     pam_service: str | None = None
     """The PAM service that opens a session for it, under a worker that runs as root; none where null."""
+    node: str | None = None
+    """The node that it runs on; null in the order of an older release."""
 
     @property
     def cgroup_limits(self) -> dict[str, int]:

@@ -37,6 +37,8 @@ class LocalJob:
     """UUIDs of its GPUs here; none while its order is unreadable, or of an older release."""
     database_id: str | None = None
     """The daemon's database from which it was last ordered; None while that is not known."""
+    node: str | None = None
+    """The node that it was ordered for; None while its order is unreadable, or of an older release."""
     kept: str | None = None
     """Why it goes on although its daemon does not order it; None as long as it does."""
     start: job_records.StartRecord | None = None
@@ -103,7 +105,7 @@ class LocalJob:
     def take(self, plan: LaunchPlan) -> None:
         """Take what its order says of it."""
         self.lease_id, self.uid, self.part, self.gpus = plan.lease_id, plan.uid, plan.part, plan.gpus
-        self.database_id = plan.database_id
+        self.database_id, self.node = plan.database_id, plan.settings.node
 
     def note_origin(self, gpus: tuple[str, ...], database_id: str | None) -> None:
         """Remember on which GPUs and from which database it is ordered now."""

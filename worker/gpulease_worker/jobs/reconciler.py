@@ -47,6 +47,14 @@ JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 log = logging.getLogger(__name__)
 
 
+class JobsOfAnotherNode(Exception):
+    """A job runs here that was ordered for a node of another name, as after a change of the host's name."""
+
+    def __init__(self, job: str, node: str) -> None:
+        super().__init__(f"job {job} of node {node} runs there, and under another name its worker would end it")
+        self.node = node
+
+
 class JobReconciler:
     """Keeps the jobs of one data directory as the daemon orders them.
 
@@ -89,7 +97,8 @@ class JobReconciler:
         """Names of forgotten jobs that have a directory, in the order in which they were forgotten."""
 
     def recover(self) -> None:
-        """Load the jobs of an earlier worker. Raises OSError when the data directory cannot be used."""
+        """Load the jobs of an earlier worker. Raises OSError when the data directory cannot be used, and
+        JobsOfAnotherNode where the daemon, which orders nothing of another node's here, would have them ended."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             self._news = NewsListener(self._root.parent, self._take_news)
@@ -105,6 +114,10 @@ class JobReconciler:
                 self._remover.put(directory)  # unfinished by a worker that ended, or not removed yet
             elif JOB_ID.fullmatch(directory.name) and _holds_job(directory):
                 self._load(directory)
+        node = None if self._settings is None else self._settings.node
+        for job in self._jobs.values():
+            if job.pidfd is not None and None not in (node, job.node) and job.node != node:
+                raise JobsOfAnotherNode(job.name, str(job.node))
 
     def reports(self) -> tuple[JobReport, ...]:
         """A report of every job that the daemon still orders."""
