@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -179,6 +180,25 @@ def test_how_a_job_ends(report: dict, state: JobState, reason: str) -> None:
     world.report()
     job = world.ledger.jobs[job_id].job
     assert (job.state, job.reason, job.exit_code) == (state, reason, report["exit_code"])
+
+
+@pytest.mark.parametrize("clock_s", [-400 * 86400.0, -1.0, 0.0, 86400.0])
+def test_a_wrong_clock_of_its_node_makes_no_job_run_for_years_or_end_long_ago(clock_s: float) -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit()
+    wrong, submitted_at = timedelta(seconds=clock_s), world.now.at
+    world.pass_time(0.5)
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.RUNNING, started_at=world.now.at + wrong)]
+    world.report()
+    world.pass_time(5.0)
+    times = {"started_at": world.now.at - timedelta(seconds=5.0) + wrong, "ended_at": world.now.at + wrong}
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.EXITED, exit_code=0, **times)]
+    world.report()
+    job = world.ledger.jobs[job_id].job
+    assert job.started_at is not None
+    assert job.ended_at is not None
+    assert submitted_at <= job.started_at <= world.now.at
+    assert abs((job.ended_at - job.started_at).total_seconds() - 5.0) < 1.1
 
 
 def fails(world: World, job_id: str, attempt: int, **what: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 from gpulease_protocol.model import EndReason, JobState
@@ -40,7 +41,21 @@ def on_job_reports(turn: Turn, node: str, reports: Iterable[JobReport]) -> None:
             finish_job(turn, record, JobState.CANCELLED, why_cancelled(record, "cancelled before it started"))
 
 
+def _timed(turn: Turn, record: JobRecord, report: JobReport) -> JobReport:
+    """A report with now in place of each time that cannot be: before the grant, before the start, or ahead. The clock
+    of its node is wrong; by it a job would have run for years, or have ended long ago."""
+
+    def possible(at: datetime | None, since: datetime | None) -> datetime | None:
+        return at if at is None or (since or at) <= at <= turn.now.at else turn.now.at
+
+    granted_at = turn.ledger.leases[record.job.lease_id].lease.granted_at
+    started_at = possible(report.started_at, granted_at)
+    ended_at = possible(report.ended_at, record.job.started_at or started_at or granted_at)
+    return replace(report, started_at=started_at, ended_at=ended_at)
+
+
 def _apply_job_report(turn: Turn, record: JobRecord, node: str, report: JobReport) -> None:
+    report = _timed(turn, record, report)
     if report.log_directory is not None and report.log_directory != record.log_directory:
         record = replace(record, log_directory=report.log_directory)
         turn.put(record)
