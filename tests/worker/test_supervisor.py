@@ -164,6 +164,26 @@ def test_a_stopped_job_may_exit_by_itself_within_the_grace_period(tmp_path: Path
     play(tmp_path, story)
 
 
+@pytest.mark.parametrize("whom", ["$$", "$PPID"], ids=["itself", "its supervisor"])
+def test_a_job_that_sigstop_has_stopped_ends_as_any_other_when_it_is_told_to(tmp_path: Path, whom: str) -> None:
+    go = tmp_path / "go"
+    script = f"trap 'echo saved; exit 9' TERM; until test -e {go}; do sleep 0.02; done; echo {whom}; kill -STOP {whom}"
+    job = order("j", spec("sh", "-c", f"{script}; while :; do sleep 0.02; done"))
+
+    async def story(worker: Worker) -> None:
+        (report,) = await worker.until([job], RunState.RUNNING)
+        go.touch()
+        pid = until(lambda: log_of(report, "launcher.log").strip(), "it says whom it stops")
+        state = Path(f"/proc/{pid}/stat")
+        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+        async with asyncio.timeout(25):
+            report = await worker.end_of(order("j", job.spec, lease=job.lease_id, stop=True, grace_s=30.0))
+        assert (report.exit_code, report.reason) == (9, "It was stopped on request.")
+        assert log_of(report, "launcher.log") == f"{pid}\nsaved\n"
+
+    play(tmp_path, story)
+
+
 def test_a_job_that_ignores_sigterm_is_killed_and_a_second_stop_shortens_the_grace(tmp_path: Path) -> None:
     job = order("j", spec("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done"))
 

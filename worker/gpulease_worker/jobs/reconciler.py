@@ -358,6 +358,7 @@ class JobReconciler:
             return
         if job.stop is not None and job.stop.grace_s <= grace_s:
             if again or not job.stop.again:
+                self._supervisors.signal(job, signal.SIGCONT)
                 return
             grace_s = job.stop.grace_s
         stop = job_records.StopRecord(grace_s=grace_s, node_left=node_left, again=again)
@@ -367,19 +368,16 @@ class JobReconciler:
         except OSError as error:
             job.log_error(f"the order to stop is not on disk: {error}")
         # Without the record it stops with its default grace period; the next order tries the record again.
-        if job.pidfd is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(job.pidfd, signal.SIGTERM)
+        self._supervisors.signal(job, signal.SIGTERM)
 
     def _let_go(self, job: LocalJob) -> None:
         """Tell the supervisor of a job on several nodes that all of them are prepared. Raises OSError."""
         if not job.may_go:
             (job.directory / job_records.GO).touch()
             job.may_go = True
-            if job.pidfd is not None and job.start is not None and job.start.prepared_at is not None:
+            if job.start is not None and job.start.prepared_at is not None:
                 # It catches the signal by now. Without it, it finds the file a moment later.
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(job.pidfd, signal.SIGUSR1)
+                self._supervisors.signal(job, signal.SIGUSR1)
 
     def _drop(self, job: LocalJob) -> None:
         """Stop a job that the daemon does not order; forget it once it has ended. Its logs stay.

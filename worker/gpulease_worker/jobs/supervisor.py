@@ -296,8 +296,7 @@ class Supervisor:
                 self._terminate(self._part.stop())
             ends_s = (self._timeout_at_s, self._kill_at_s, with_peers_at_s)
             waits = [at - now for at in ends_s if at is not None and at > now]
-            waits.append(self._logs.next_at_s - now)
-            waits.append(self._fence.next_look_s())
+            waits += [self._logs.next_at_s - now, self._fence.next_look_s()]
             if self._start.rank_at is None:
                 waits.append(self._rank_poll_s)
             watched = [] if self._part is None else self._part.descriptors()
@@ -335,7 +334,8 @@ class Supervisor:
         """SIGTERM to the launcher alone: it ends its ranks in its own order. The time limit bounds the grace."""
         if self._status is None and self._launcher is not None:
             try:
-                os.kill(self._launcher.pid, signal.SIGTERM)  # not reaped yet, so its pid was not reused
+                for number in (signal.SIGTERM, signal.SIGCONT):  # one that is stopped could not save what it has
+                    os.kill(self._launcher.pid, number)  # not reaped yet, so its pid was not reused
             except (PermissionError, ProcessLookupError) as error:
                 self._log_error(f"the launcher {self._launcher.pid} cannot be sent SIGTERM: {error.strerror}")
         at_s = min(time.monotonic() + grace_s, self._timeout_at_s + TIMEOUT_GRACE_S)

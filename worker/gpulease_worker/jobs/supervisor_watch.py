@@ -88,6 +88,14 @@ class SupervisorWatcher:
         line = fields(event="job.launched", job_id=job.name, lease_id=job.lease_id, supervisor=started.pid)
         log.info("job.launched", extra=line)
 
+    def signal(self, job: LocalJob, number: signal.Signals) -> None:
+        """Send a signal to the supervisor of a job, if one is known, and have it go on if it is stopped: a job of the
+        worker's own user can stop it."""
+        if job.pidfd is not None:
+            with suppress(ProcessLookupError):
+                for one in (number, signal.SIGCONT):
+                    signal.pidfd_send_signal(job.pidfd, one)
+
     def record_end(self, job: LocalJob, reason: str, *, stopped: bool = False) -> None:
         """Record the end of a job whose lock is held, and release the lock once that is on disk."""
         job.exit = job_records.never_launched(reason, stopped=stopped)
@@ -168,8 +176,7 @@ class SupervisorWatcher:
             return False
         self._watch_pidfd(job, pidfd)
         if job.stop is not None:  # it was written before the supervisor was found
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            self.signal(job, signal.SIGTERM)
         return True
 
     def _watch_pidfd(self, job: LocalJob, pidfd: int) -> None:
