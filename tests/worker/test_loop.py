@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socketserver
 import subprocess
@@ -659,3 +660,14 @@ def test_a_job_with_a_fence_ends_once_no_daemon_has_answered_its_worker_for_so_l
         daemon.status = 503
     (ended,) = daemon.job(RunState.EXITED).jobs
     assert ended.reason == "No daemon has answered this node for 10 s, which is the job's fence (fence_s)."
+
+
+def test_a_worker_raises_its_own_limit_of_open_files_and_its_jobs_keep_theirs(daemon: Daemon, host: Host) -> None:
+    limits = (200, 3000)
+    worker = host.worker(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    job = order("j", spec("sh", "-c", 'test "$(ulimit -Sn) $(ulimit -Hn)" = "200 3000"'))
+    asked = order("k", spec("sh", "-c", 'test "$(ulimit -Sn)" = 2500', limits={"nofile": (2500, -1)}))
+    daemon.want([lease(job.lease_id, GPU), lease(asked.lease_id, idle_gpus(2, "n")[1].uuid)], [job, asked])
+    report = daemon.report(lambda report: [one.exit_code for one in report.jobs] == [0, 0], "both have what is theirs")
+    assert len(report.jobs) == 2
+    assert resource.prlimit(worker.pid, resource.RLIMIT_NOFILE) == (3000, 3000), "of a thousand owners it watched 100"

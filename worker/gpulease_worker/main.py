@@ -16,7 +16,7 @@ from pathlib import Path
 from gpulease_protocol.host import garbage, process_tree
 from gpulease_protocol.host.addresses import prepare_data_directory
 from gpulease_protocol.host.logging import logging_to_stderr
-from gpulease_worker.jobs import cgroup
+from gpulease_worker.jobs import cgroup, resource_limits
 from gpulease_worker.jobs.reconciler import JobsOfAnotherNode
 from gpulease_worker.loop import WorkerLoop
 from gpulease_worker.settings import WorkerSettings
@@ -47,6 +47,7 @@ def run(settings: WorkerSettings) -> int:
 def _run(settings: WorkerSettings) -> int:
     # If it was inherited as ignored, the kernel would reap the supervisors, and their pids could be reused unnoticed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    resource_limits.raise_open_files()
     if settings.with_parent and not _bind_to_parent():
         return _refuse("The process that started this worker has ended.", "Start it again.")
     try:

@@ -23,6 +23,7 @@ from gpulease_protocol.host.settings import (
     shared,
 )
 from gpulease_protocol.lazy_dataclass import dataclass
+from gpulease_worker.jobs import resource_limits
 from gpulease_worker.jobs.job_settings import LOG_BYTES, MAX_PROCESSES, JobSettings
 
 DAEMON, READINGS, JOBS, ALLOCATION = "Daemon", "Readings", "Jobs", "Allocation"
@@ -243,6 +244,7 @@ class WorkerSettings:
             memory_bytes=self.job_memory_bytes,
             no_new_privs=self.no_new_privs,
             pam_service=self.pam_service,
+            open_files=resource_limits.OPEN_FILES,
             node=self.node,
         )
 

@@ -25,6 +25,8 @@ class JobSettings(Noun):
     """Whether programs that it executes gain no privileges."""
     pam_service: str | None = None
     """The PAM service that opens a session for it, under a worker that runs as root; none where null."""
+    open_files: int | None = None
+    """Its soft limit of open files where none was submitted; that of its supervisor where null."""
     node: str | None = None
     """The node that it runs on; null in the order of an older release."""
 

@@ -11,6 +11,10 @@ import resource
 from collections.abc import Mapping
 
 SoftHard = tuple[int, int]
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+"""The soft limit of open files with which this program was started."""
+MOST_OPEN_FILES = 4096
+"""As many as a worker may need: one for each owner that it watches, each supervisor and each log that it sends."""
 COUNT = max(value for name, value in vars(resource).items() if name.startswith("RLIMIT_")) + 1
 """How many limits there are: their numbers begin with 0."""
 
@@ -25,6 +29,15 @@ def lower_to(bounds: Mapping[int, SoftHard]) -> None:
     for number, bound in bounds.items():
         own = resource.getrlimit(number)
         resource.setrlimit(number, (lower(own[0], bound[0]), lower(own[1], bound[1])))
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files of this process up to MOST_OPEN_FILES, where its hard limit allows. It is 1024
+    on most systems, for programs that use select(2); jobs have OPEN_FILES as before (`JobSettings`)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = lower(hard, MOST_OPEN_FILES)
+    if lower(soft, most) == soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def set_submitted(submitted: Mapping[str, SoftHard]) -> None:

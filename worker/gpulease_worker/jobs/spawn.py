@@ -251,4 +251,6 @@ def _limit(plan: LaunchPlan, group: Cgroup | None, login: LoginLimits | None, is
         resource_limits.lower_to({resource.RLIMIT_NPROC: (most, most)})
     if is_root and "core" not in plan.limits:
         resource_limits.write_no_core()
+    if plan.settings.open_files is not None:
+        resource_limits.lower_to({resource.RLIMIT_NOFILE: (plan.settings.open_files, resource.RLIM_INFINITY)})
     resource_limits.set_submitted(plan.limits)
