@@ -80,6 +80,32 @@ def test_an_older_copy_of_the_database_is_no_successor(database_url: str) -> Non
     store.close()
 
 
+def test_a_writer_of_the_same_term_in_an_older_copy_is_a_successor(database_url: str) -> None:
+    """After a failover to a replica that lacks a takeover, the next writer gets the same number."""
+    told = threading.Event()
+    first, second = Store(database_url, told.set), Store(database_url)
+    world = World().node(gpus=8)
+    assert first.fence.take_over("pid 1 on gpulease-0") == 1
+    write_lease(first, world)
+    with second.engine.begin() as connection:
+        connection.execute(text("UPDATE writer SET term = 0, first_term = 0, name = ''"))
+        connection.execute(text("DELETE FROM lease"))
+    assert second.fence.take_over("pid 1 on gpulease-0") == 1
+    second.write([], second.load())
+    with pytest.raises(Superseded):
+        write_lease(first, world)
+    with pytest.raises(Superseded):
+        first.fence.check()
+    first.fence._in_doubt = True
+    with pytest.raises(Superseded):
+        first.fence.resolve_in_doubt()
+    assert told.is_set()
+    assert leases(database_url) == 0
+    second.write([], second.load())
+    first.close()
+    second.close()
+
+
 def test_a_successor_waits_for_a_transaction_under_way_and_reads_what_it_wrote(postgres_url: str) -> None:
     first, second = Store(postgres_url), Store(postgres_url)
     world = World().node(gpus=8)

@@ -187,6 +187,11 @@ def is_later_by(
     return func.extract("epoch", moment - before) >= seconds
 
 
+def transaction_time(engine: Engine) -> ColumnElement[Any]:
+    """The present time, for a column of times; to the microsecond, of SQLite to the millisecond."""
+    return func.strftime("%Y-%m-%d %H:%M:%f000", "now") if engine.dialect.name == SQLITE else func.now()
+
+
 def json_text(value: Any) -> str:
     """The JSON text of a column: of a noun, several of them, or a dict.
 

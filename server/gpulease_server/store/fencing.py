@@ -5,6 +5,9 @@ it, and its next commit would succeed. So the one row of `writer` has a number, 
 raises it; every writing transaction first updates that row where the term is its own, which locks the row. Either it
 finds its term, and a successor waits until it has ended; or it finds another one, and ends without writing.
 
+Two writers can have the same term: after a failover to a replica that lacks the first one's takeover, the second one
+counts from where that one did. So the time of the takeover, as the server tells it, is compared as well.
+
 The term also resolves in-doubt commits, those without an answer. The server may still be busy with one, or not have
 begun: what is read at that moment may change later. So a writer in doubt raises its own term before it reads again:
 that waits for a transaction under way, and fences off one that is still to come.
@@ -17,26 +20,28 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, Engine, bindparam, event, func, select, text, update
+from sqlalchemy import BigInteger, Connection, Engine, Row, bindparam, event, func, select, text, update
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from gpulease_protocol.errors import Unavailable
 from gpulease_server.store import tables
-from gpulease_server.store.dialects import POSTGRESQL, execute, failure, pipeline
-from gpulease_server.store.statements import statement_text
+from gpulease_server.store.dialects import POSTGRESQL, execute, failure, pipeline, transaction_time
+from gpulease_server.store.statements import driver_value, statement_text
 
 log = logging.getLogger("gpulease.store")
 
 _ROW = tables.writer.c.id == 1
 _PROVED = bindparam("proved", type_=BigInteger())
+_SINCE = bindparam("taken_over_at", type_=tables.UtcDateTime())
 _PROOF = (
     update(tables.writer)
-    .where(tables.writer.c.id == bindparam("id"), tables.writer.c.term == _PROVED)
+    .where(tables.writer.c.id == bindparam("id"), tables.writer.c.term == _PROVED, tables.writer.c.since == _SINCE)
     .values({"term": _PROVED})
 )
-"""Locks the row of the writer, if it has this term."""
+"""Locks the row of the writer, if it has this term, of this takeover."""
 _TERMINATE_ROW_HOLDER = (  # xmax is the transaction that has the row locked
     "SELECT pg_terminate_backend(a.pid) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax"
     " WHERE w.id = 1 AND a.datname = current_database()"
@@ -80,6 +85,10 @@ class WriterFence:
         self.database_id: str | None = None
         """Tells the database from all others, see `tables.writer`; None before `take_over`."""
         self._first_term: int | None = None
+        self._since: datetime | None = None
+        """The time of the takeover: tells it from another one of the same term."""
+        self._proof_since: Any = None
+        """The same, as the driver takes it."""
         self._in_doubt = False
         self._proof = statement_text(engine, _PROOF)
         self._sessions: deque[int] = deque(maxlen=_SESSIONS)
@@ -101,13 +110,14 @@ class WriterFence:
             "term": table.c.term + 1,
             "first_term": table.c.term + 1,
             "name": name[:255],
-            "since": func.now(),
+            "since": transaction_time(self._engine),
             "database_id": func.coalesce(table.c.database_id, new_database_id()),
         }
-        raised = update(table).where(_ROW).values(values).returning(table.c.term, table.c.database_id)
+        raised = update(table).where(_ROW).values(values).returning(table.c.term, table.c.database_id, table.c.since)
         term: int
         with self._engine.begin() as connection:
-            term, self.database_id = connection.execute(raised).one()
+            term, self.database_id, self._since = connection.execute(raised).one()
+        self._proof_since = driver_value(self._engine, table.c.since, self._since)
         self.term = self._first_term = term
         self._in_doubt = False
         return term
@@ -152,8 +162,9 @@ class WriterFence:
             raise StoreFailed(detail, remedy="Ask again.") from error
 
     def _require_term(self, connection: Connection) -> None:
+        proof = {"id": 1, "proved": self.term, "taken_over_at": self._proof_since}
         with pipeline(connection):
-            proved = execute(connection, self._proof, [{"id": 1, "proved": self.term}])
+            proved = execute(connection, self._proof, [proof])
         if proved.rowcount != 1:
             self._refuse(connection)
 
@@ -167,7 +178,8 @@ class WriterFence:
         if not self._in_doubt or self.term is None:
             return
         table = tables.writer
-        mine = update(table).where(_ROW, table.c.first_term == self._first_term).values(term=table.c.term + 1)
+        own = (table.c.first_term == self._first_term, table.c.since == self._since)
+        mine = update(table).where(_ROW, *own).values(term=table.c.term + 1)
         try:
             with self._engine.begin() as connection:
                 term: int | None = connection.execute(mine.returning(table.c.term)).scalar_one_or_none()
@@ -183,21 +195,25 @@ class WriterFence:
         if self._first_term is None:
             return
         with self._engine.connect() as connection:
-            found = connection.execute(select(tables.writer.c.first_term).where(_ROW)).scalar_one_or_none()
-            if found != self._first_term and not self._is_before(found):
+            row = connection.execute(select(tables.writer).where(_ROW)).one_or_none()
+            if row is None or not (self._is_own(row) or self._is_before(row)):
                 self._refuse(connection)
 
-    def _is_before(self, first_term: int | None) -> bool:
+    def _is_own(self, row: Row[Any]) -> bool:
+        """True if the row is that of this writer's takeover."""
+        return (row.first_term, row.since) == (self._first_term, self._since)
+
+    def _is_before(self, row: Row[Any]) -> bool:
         """True for the term of a former writer: terms only rise, so an older copy has taken the place of the database,
         as after a failover of PostgreSQL to a replica that lagged behind."""
-        return first_term is not None and self._first_term is not None and first_term < self._first_term
+        return self._first_term is not None and row.first_term < self._first_term
 
     def _refuse(self, connection: Connection) -> None:
         row = connection.execute(select(tables.writer).where(_ROW)).one_or_none()
-        if row is not None and row.first_term == self._first_term:
+        if row is not None and self._is_own(row):
             # `resolve_in_doubt` raised the term of this same writer while this transaction was under way.
             raise StoreFailed("The ledger is being read again.", remedy="Ask again.")
-        if row is not None and self._is_before(row.first_term):
+        if row is not None and self._is_before(row):
             raise StoreFailed(
                 f"The database is older than this daemon: {row.name} wrote to it last, in term {row.term} of"
                 f" {self.term}; {OLDER}.",

@@ -36,6 +36,12 @@ def statement_text(engine: Engine, statement: ClauseElement) -> str:
     return str(statement.compile(dialect=named))
 
 
+def driver_value(engine: Engine, column: Column[Any], value: Any) -> Any:
+    """A value of a column as `Connection.exec_driver_sql` takes it."""
+    processor = column.type.dialect_impl(engine.dialect).bind_processor(engine.dialect)
+    return value if processor is None else processor(value)
+
+
 class Statements:
     """The statements for one database. Each table has one column as its primary key."""
 
