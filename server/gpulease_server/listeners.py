@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
+import itertools
 import logging
 import os
 import socket
@@ -36,6 +38,8 @@ SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux (unix(7))."""
 WILDCARDS = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104 - read, not bound
 """By address that means all of a host: one that is nowhere (RFC 5737, RFC 3849), to ask for the default route."""
+ALL_WILDCARDS = ["::", "0.0.0.0"]  # noqa: S104 - read, not bound
+"""What a socket at `::` listens on: also IPv4, unless it is told otherwise."""
 NO_IPV6 = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -86,21 +90,53 @@ class Listeners:
 
     def outward_address(self) -> str | None:
         """The IP address at which other hosts reach the daemon; None if it listens on loopback alone. For a socket on
-        all addresses it is the one of the default route, None without a route."""
+        all addresses it is the one of the default route; without a route, the first one of this host."""
         for listener in self.tcp:
             host = str(listener.getsockname()[0])
-            if host in WILDCARDS:
-                with contextlib.suppress(OSError), socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
-                    probe.connect((WILDCARDS[host], 9))  # nothing is sent
-                    return str(probe.getsockname()[0])
-            elif not is_loopback(host):
-                return host
+            if host not in WILDCARDS:
+                found = None if is_loopback(host) else host
+            else:
+                wildcards = [host] if listener.family == socket.AF_INET or _is_ipv6_alone(listener) else ALL_WILDCARDS
+                found = _first_of_host(wildcards)
+            if found is not None:
+                return found
         return None
 
     def urls(self, scheme: str) -> list[str]:
         """Where the daemon listens, for people."""
         names = [TcpAddress(*listener.getsockname()[:2]) for listener in self.tcp]
         return [*(f"{scheme}://{name}" for name in names), f"unix://{self.path}"]
+
+
+def _is_ipv6_alone(listener: socket.socket) -> bool:
+    return bool(listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY))
+
+
+def _of_default_route(wildcard: str) -> str:
+    """The address of the default route; empty without one."""
+    family = socket.AF_INET6 if ":" in wildcard else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((WILDCARDS[wildcard], 9))  # nothing is sent
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _of_interfaces() -> Iterator[str]:
+    import psutil  # noqa: PLC0415 - few hosts have no default route
+
+    for addresses in psutil.net_if_addrs().values():
+        yield from (one.address for one in addresses)
+
+
+def _first_of_host(wildcards: list[str]) -> str | None:
+    """The address of the default route, else, as in a network without a router, the first one of this host."""
+    versions = {6 if ":" in wildcard else 4 for wildcard in wildcards}
+    for text in itertools.chain(map(_of_default_route, wildcards), _of_interfaces()):
+        with contextlib.suppress(ValueError):  # a hardware address
+            address = ipaddress.ip_address(text.partition("%")[0])
+            if address.version in versions and not (address.is_loopback or address.is_link_local):
+                return str(address)
+    return None
 
 
 @contextlib.contextmanager

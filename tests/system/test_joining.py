@@ -93,6 +93,25 @@ def test_a_second_host_joins_with_one_command_and_its_jobs_reach_the_daemon(
     assert "not allowed" in listed.stderr
 
 
+@pytest.mark.parametrize(
+    ("listens", "route"),
+    [("0.0.0.0", False), ("::", False), ("::", True)],
+    ids=["IPv4 without a router", "IPv6 and IPv4 without a router", "IPv6 and IPv4 with a router of IPv4"],
+)
+def test_a_daemon_on_all_addresses_knows_one_at_which_others_reach_it(
+    tmp_path: Path, listens: str, route: bool
+) -> None:
+    with Host("gpubox1") as first, Host("gpubox2") as second:
+        connect(first, second, (DAEMON, SECOND))
+        if route:
+            assert first.run("ip", "route", "add", "default", "via", SECOND).returncode == 0
+        log = tmp_path / "serve.log"
+        first.start(log, "serve", "--host", listens, "--tls-auto", "--simulate", "1")
+        eventually(lambda: _nodes(first).get("gpubox1", {}).get("address"), UP_S, lambda: log.read_text("utf-8"))
+        assert _nodes(first)["gpubox1"]["address"] == DAEMON, "a training over several nodes cannot use this one"
+        assert added(first, "gpubox2")[2] == URL
+
+
 def checked(host: Host, name: str = "") -> tuple[str, str]:
     """What `gpulease doctor` says of the node, on a host of this name."""
     renamed = ("unshare", "--uts", "sh", "-c", '[ -z "$0" ] || hostname "$0"; exec "$@"', name)
