@@ -137,7 +137,9 @@ class TestLeaves:
         world.report("a", leaving=True)
         job = job_of(world, job_id)
         assert job.state is JobState.QUEUED
-        assert job.reason == "attempt 1 does not count: its node a left; the next one joins the queue in 2 s"
+        assert (
+            job.reason == "attempt 1 does not count: its node a left; the next one joins the queue after a pause of 2 s"
+        )
         assert world.ledger.leases[first].lease.end_reason is EndReason.NODE_LOST
         leave(world)
         world.node("b", gpus=1)

@@ -215,7 +215,7 @@ def test_a_job_that_failed_is_tried_again_after_a_pause_under_a_new_lease_and_a_
     fails(world, job_id, 1)
     job = world.ledger.jobs[job_id].job
     assert (job.state, job.attempts, job.started_at, job.gpus) == (JobState.QUEUED, 1, None, ())
-    assert job.reason == "attempt 1 of 3 failed: Rank 0 failed first; the next one joins the queue in 2 s"
+    assert job.reason == "attempt 1 of 3 failed: Rank 0 failed first; the next one joins the queue after a pause of 2 s"
     assert world.ledger.leases[first].lease.end_reason is EndReason.JOB_FINISHED
     assert job.lease_id == f"{first}r2"
     world.pass_time(1.5)
@@ -226,7 +226,7 @@ def test_a_job_that_failed_is_tried_again_after_a_pause_under_a_new_lease_and_a_
     assert (again.attempt, again.lease_id) == (2, f"{first}r2")
     fails(world, job_id, 2)
     assert world.ledger.jobs[job_id].job.lease_id == f"{first}r3"
-    assert "in 3 s" in str(world.ledger.jobs[job_id].job.reason), "the pause has its longest"
+    assert "pause of 3 s" in str(world.ledger.jobs[job_id].job.reason), "the pause has its longest"
     world.pass_time(3.5)
     fails(world, job_id, 3)
     last = world.ledger.jobs[job_id].job

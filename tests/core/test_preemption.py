@@ -581,7 +581,7 @@ def test_being_preempted_uses_up_no_retry() -> None:
     here.run_job(job_id)
     stop(here, job_id, exit_code=1, reason="exit code 1")
     assert of(here, job_id).job.state is JobState.QUEUED
-    assert "joins the queue in 2 s" in str(of(here, job_id).job.reason)
+    assert "joins the queue after a pause of 2 s" in str(of(here, job_id).job.reason)
     here.pass_time(2.5)
     here.run_job(job_id)
     stop(here, job_id, exit_code=1, reason="exit code 1")

@@ -16,6 +16,7 @@ from gpulease_protocol.model import (
     JobState,
     Lease,
     LeaseState,
+    NodeMode,
     Selection,
     TopologyMode,
 )
@@ -85,6 +86,22 @@ def test_explain_says_when_a_reservation_has_closed_what_was_held_to_the_request
     assert not isinstance(here.reserve(uuid(0), user="zoe"), Exception)
     assert "GPU 0 of a is no longer held for it" in why(here, waits.id)
     assert preempts(here, waits) == Preempts(leases=(held.id,), by=preempt_at(here, held))
+
+
+def test_explain_names_no_gpu_as_held_that_was_cordoned_since() -> None:
+    here = world(gpus=2)
+    held = [scavenge(here, time_s=1000.0), scavenge(here, time_s=1000.0)]
+    here.pass_time(AFTER_S)
+    waits = ask(here, 2)
+    here.pass_time(1.5)
+    assert "GPUs 0, 1 of a are held for it" in why(here, waits.id)
+    here.cordon(0)
+    assert "GPU 1 of a is held for it; GPU 0 of a is no longer held for it." in why(here, waits.id)
+    told = preempt_at(here, held[0])
+    assert preempts(here, waits) == Preempts(leases=tuple(one.id for one in held), by=told, gpus=(uuid(1),))
+    here.set_mode(NodeMode.DRAINING)
+    assert "GPUs 0, 1 of a are no longer held for it" in why(here, waits.id)
+    assert preempts(here, waits) == Preempts(leases=tuple(one.id for one in held), by=told)
 
 
 def test_a_standby_that_does_not_know_when_a_lease_ends_by_its_own_clock_says_no_seconds() -> None:

@@ -249,7 +249,7 @@ def retry_job(
     what = "does not count" if node_left else "failed"
     are_counted = not (node_left or uncounted or record.regroups or job.preempted)
     of_all = f"attempt {job.attempts}" + (f" of {record.spec.retries + 1}" if are_counted else "")
-    said = f"{of_all} {what}: {why}; the next one joins the queue in {pause_s:g} s"
+    said = f"{of_all} {what}: {why}; the next one joins the queue after a pause of {pause_s:g} s"
     attempt = _ended_attempt(turn, record, reason, ended_at)
     _queue_next(turn, record, replace(attempt, node_left=node_left), said, lease_end, pause_s)
     turn.emit("job.retried", job_id=job.id, lease_id=turn.ledger.jobs[job.id].job.lease_id, reason=said)

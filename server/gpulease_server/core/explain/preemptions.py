@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpulease_protocol.explanation import Preempts
-from gpulease_protocol.model import Lease, LeaseState
+from gpulease_protocol.model import Device, Lease, LeaseState
 from gpulease_server.core.backfill import Reservations
+from gpulease_server.core.gpu import is_cordoned
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.preempted_gpus import preemptions_held
@@ -30,8 +31,9 @@ def preempted_for(reservations: Reservations, record: LeaseRecord) -> Preempts |
         return None
     active = tuple(lease.id for lease in _active(ledger, one.victims))
     is_held = any(held is one for held, _ in preemptions_held(reservations))
-    known = [ledger.gpus[uuid].device for uuid in one.gpus if uuid in ledger.gpus] if is_held else []
-    gpus = tuple(gpu.uuid for gpu in sorted(known, key=lambda gpu: (gpu.node, gpu.index)))
+    known = [ledger.gpus[uuid] for uuid in one.gpus if uuid in ledger.gpus] if is_held else []
+    held = [gpu.device for gpu in known if not is_cordoned(ledger, gpu)]
+    gpus = tuple(gpu.uuid for gpu in sorted(held, key=lambda gpu: (gpu.node, gpu.index)))
     return Preempts(leases=active, by=one.preempt_at, gpus=gpus)
 
 
@@ -40,12 +42,18 @@ def describe_preemption(ledger: Ledger, record: LeaseRecord, preempts: Preempts 
     if preempts is None:
         return ""
     gpus = [ledger.gpus[uuid].device for uuid in ledger.preemptions[record.lease.id].gpus if uuid in ledger.gpus]
-    verb = f"{'is' if len(gpus) == 1 else 'are'} {'' if preempts.gpus else 'no longer '}held for it"
-    held = f"{describe_places(gpus)} {verb}" if gpus else ""
+    still = _held([gpu for gpu in gpus if gpu.uuid in preempts.gpus], "held for it")
+    held = "; ".join(
+        filter(None, [still, _held([gpu for gpu in gpus if gpu.uuid not in preempts.gpus], "no longer held for it")])
+    )
     if not preempts.leases:
         return f" Nothing more ends for it; {held}." if held else ""
     said = some_of([_named(lease) for lease in _active(ledger, preempts.leases)])
     return f" It preempts {said}, by {preempts.by:%Y-%m-%d %H:%M:%S} UTC{'; ' + held if held else ''}."
+
+
+def _held(gpus: list[Device], how: str) -> str:
+    return f"{describe_places(gpus)} {'is' if len(gpus) == 1 else 'are'} {how}" if gpus else ""
 
 
 def describe_victim(ledger: Ledger, record: LeaseRecord, policy: Policy) -> str:
