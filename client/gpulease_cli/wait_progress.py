@@ -4,6 +4,7 @@ line whenever the reason changes."""
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import signal
 import sys
@@ -30,6 +31,8 @@ CLEAR_LINE = "\x1b[K"
 """Clears a terminal's line from the cursor on."""
 NO_DAEMON = "; the daemon does not answer, and is asked again"
 """What a wait says while it cannot be asked why it waits."""
+PASSING_NUMBER = re.compile(r"\d+\.\d+|\d+ s\b")
+"""Hours that were used, or seconds that are left, in a sentence: they change while its meaning does not."""
 POLL_S = 1.0
 """Time between two queries for the reason of a wait."""
 RETRY_S = 30.0
@@ -218,9 +221,10 @@ class _Progress:
             return fallback is not None
         if explanation.verdict not in ("not_now", "never"):
             return False
-        # Not the words: they say for how long a lease has been held.
+        # Not the words about GPUs: they say for how long a lease has been held.
         obstacles = tuple((obstacle.code, obstacle.uuid, obstacle.lease_id) for obstacle in explanation.obstacles)
-        self._show(describe_wait(explanation), (explanation.position, obstacles))
+        why = "" if obstacles else PASSING_NUMBER.sub("", explanation.sentence.partition(". ")[0].rstrip("."))
+        self._show(describe_wait(explanation), (explanation.position, obstacles, why))
         return True
 
     def _show(self, what: str, key: object) -> None:

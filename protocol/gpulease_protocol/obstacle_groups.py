@@ -9,6 +9,7 @@ The library's errors and its announcements of a wait are made of it, and the pro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
@@ -108,7 +109,14 @@ def describe_wait(explanation: Explanation) -> str:
     """`, 2nd in the queue: ` and who is in the way."""
     place = f", {ordinal(explanation.position)} in the queue" if explanation.position else ""
     why = "; ".join(obstacle_groups(explanation.obstacles))
-    return f"{place}: {why or explanation.sentence.removeprefix('Not now: ').rstrip('.')}"
+    return f"{place}: {why or _without_place(explanation)}"
+
+
+def _without_place(explanation: Explanation) -> str:
+    """The sentence of an explanation, without the place in the queue that `describe_wait` puts in front."""
+    sentence = explanation.sentence.removeprefix("Not now: ").rstrip(".")
+    place = rf"; number {explanation.position} in the queue(, and |, )?"
+    return re.sub(place, lambda found: "; " if found[1] else "", sentence, count=1)
 
 
 def ordinal(number: int) -> str:

@@ -92,3 +92,31 @@ def test_a_warning_ends_nothing_where_stderr_is_gone(monkeypatch: pytest.MonkeyP
     with wait_progress.QueueProgress(client):
         monkeypatch.setattr("sys.stderr", Gone())
         logging.getLogger("gpulease").warning("Lease %s ends soon.", "lease-1")
+
+
+def test_off_a_terminal_another_limit_is_printed_and_a_pause_that_gets_shorter_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(wait_progress, "POLL_S", 0.0)
+    pauses, has = "job job-1 pauses for another {} s before its next attempt", "user ann has 2 GPUs; the limit is {}"
+    first = "2 newer requests of this user started first, the first of them 8 s ago."
+    sentences = [
+        f"{pauses.format(4)}; number 1 in the queue.",
+        f"{pauses.format(3)}; number 1 in the queue.",
+        f"{has.format(2)}; number 1 in the queue.",
+        f"{has.format(3)}; number 1 in the queue, behind 1 of higher priority.",
+        f"{has.format(3)}; number 1 in the queue, behind 1 of higher priority. {first}",
+    ]
+    client: Any = Answers(
+        *(Explanation(verdict="not_now", sentence=f"Not now: {one}", position=1) for one in sentences)
+    )
+    lease: Any = SimpleNamespace(id="lease-1", created_at=datetime.now(UTC))
+    with wait_progress.QueueProgress(client) as progress:
+        progress.start(lease)
+        client.last_was_asked.get(timeout=10)
+    assert capsys.readouterr().err.splitlines() == [
+        f"lease-1 waits, 1st in the queue: {pauses.format(4)}.",
+        f"lease-1 waits, 1st in the queue: {has.format(2)}.",
+        f"lease-1 waits, 1st in the queue: {has.format(3)}; behind 1 of higher priority.",
+    ]
