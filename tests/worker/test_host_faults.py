@@ -132,6 +132,17 @@ def test_a_fault_that_goes_and_comes_back_is_logged_again(caplog: pytest.LogCapt
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 2
 
 
+def test_a_fault_is_logged_once_however_the_numbers_of_its_message_change(caplog: pytest.LogCaptureFixture) -> None:
+    faults = HostFaults()
+    for pid in (4711, 4712):
+        with faults.noted("reading"):
+            raise OSError(errno.EMFILE, "Too many open files", f"/proc/{pid}/stat")
+        assert f"/proc/{pid}/stat" in str(faults.take())
+    with faults.noted("reading"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 2
+
+
 def test_a_gpu_is_not_claimed_while_there_is_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     claims, name = GpuClaims(), f"GPU-{os.urandom(4).hex()}-0000-0000-0000-000000000000"
     gpus = [GpuReading(uuid=name, node="n", index=0)]

@@ -37,7 +37,8 @@ class HostFaults:
     def __init__(self) -> None:
         self.problem: str | None = None
         """The first one since `take`, as a sentence; None where there is none."""
-        self._logged: set[str] = set()
+        self._logged: set[tuple[str, type[Exception], int | None]] = set()
+        """What failed, and by which error; not its message, which may have a number that changes."""
 
     @contextmanager
     def noted(self, doing: str) -> Iterator[None]:
@@ -49,8 +50,9 @@ class HostFaults:
                 raise
             what = f"This host does not let its worker go on while {doing}: {str(error) or type(error).__name__}."
             self.problem = self.problem or what
-            if what not in self._logged:
-                self._logged.add(what)
+            key = doing, type(error), error.errno if isinstance(error, OSError) else None
+            if key not in self._logged:
+                self._logged.add(key)
                 log.error("%s It tries again.", what, exc_info=error)
 
     def take(self) -> str | None:
