@@ -297,6 +297,7 @@ def test_forgetting_a_node_ends_the_parts_of_the_others_first() -> None:
     job = job_of(world, job_id)
     assert (job.state, states(job)) == (JobState.STOPPING, [PartState.RUNNING, PartState.LOST])
     assert world.ledger.leases[job.lease_id].lease.state is LeaseState.ACTIVE
+    world.check()
     del world.nodes["b"]
     part(world, job_id, "a", RunState.EXITED, exit_code=143, follows=True)
     job = job_of(world, job_id)
