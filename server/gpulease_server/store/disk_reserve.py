@@ -30,6 +30,8 @@ from pathlib import Path
 
 from sqlalchemy import Engine
 
+from gpulease_server.store.file_guard import descriptor_of
+
 log = logging.getLogger("gpulease.store")
 
 DATABASE_RESERVE_BYTES = 4 * 2**20
@@ -46,9 +48,6 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 class DiskReserve:
     """The reserve of one SQLite database. It blocks, and is used from the thread that commits.
 
-    A descriptor of the database stays open for as long as this process lives, because closing any descriptor of a
-    file releases all POSIX locks that the process has on it, those of SQLite included.
-
     Args:
         engine: The database.
     """
@@ -56,8 +55,6 @@ class DiskReserve:
     def __init__(self, engine: Engine) -> None:
         name = engine.url.database
         self._file = Path(os.path.realpath(name)) if engine.dialect.name == "sqlite" and name else None
-        self._descriptors: dict[tuple[int, int], int] = {}
-        """By device and inode; never closed, see above."""
         self._unsupported = False
         self.is_short = False
         """True while the whole reserve cannot be allocated, because the disk is full."""
@@ -82,7 +79,7 @@ class DiskReserve:
 
     def _allocate(self, path: Path, size_bytes: int) -> None:
         try:
-            descriptor = self._open(path)
+            descriptor = descriptor_of(path, os.O_RDWR)
             end = os.fstat(descriptor).st_size
             if _libc.fallocate(descriptor, FALLOC_FL_KEEP_SIZE, end, size_bytes):
                 number = ctypes.get_errno()
@@ -97,10 +94,3 @@ class DiskReserve:
                 log.warning("no disk can be reserved for %s: its file system does not allocate in advance", path)
             else:
                 log.warning("no disk can be reserved for %s: %s", path, error.strerror)
-
-    def _open(self, path: Path) -> int:
-        status = path.stat()
-        key = (status.st_dev, status.st_ino)
-        if key not in self._descriptors:
-            self._descriptors[key] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        return self._descriptors[key]

@@ -53,21 +53,23 @@ def start_on_backup(engine: Engine, file: Path) -> None:
 def _is_backup(file: Path) -> bool:
     """True for a copy that no daemon has started on."""
     try:
-        return _stamp_in(_descriptor_of(file)) == BACKUP_STAMP
+        return _stamp_in(descriptor_of(file, os.O_RDONLY)) == BACKUP_STAMP
     except OSError:
         return False
 
 
-_descriptors: dict[tuple[int, int], int] = {}
-"""By device and inode; never closed: closing any descriptor of a file releases all POSIX locks of the process on it.
-Another process that closes the database would then remove the write-ahead log of the connections here."""
+_descriptors: dict[tuple[int, int, int], int] = {}
+"""By device, inode and access mode; never closed: closing any descriptor of a file releases all POSIX locks of
+the process on it. Another process that closes the database would then remove the log of the connections here."""
 
 
-def _descriptor_of(file: Path) -> int:
+def descriptor_of(file: Path, mode: int) -> int:
+    """A descriptor of a file of the database, open for as long as this process lives. `mode`: O_RDONLY or O_RDWR.
+    Raises OSError."""
     found = file.stat()
-    key = found.st_dev, found.st_ino
+    key = found.st_dev, found.st_ino, mode
     if key not in _descriptors:
-        _descriptors[key] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        _descriptors[key] = os.open(file, mode | os.O_CLOEXEC)
     return _descriptors[key]
 
 
@@ -126,7 +128,7 @@ class FileGuard:
             with self._engine.connect() as connection:
                 connection.exec_driver_sql(f"PRAGMA user_version = {self._stamp}")
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
-            self._descriptor = _descriptor_of(file)
+            self._descriptor = descriptor_of(file, os.O_RDONLY)
 
     def _check_stamp(self) -> None:
         if self._descriptor is None:
