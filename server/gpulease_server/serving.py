@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -57,6 +58,9 @@ TAKE_PORT_S = 5.0
 """Time between two attempts to take a port that another user has."""
 DATE_S = 1.0
 """Time between two updates of the header `Date`."""
+STOP_S = 30.0
+"""How long an end may take. A commit or a question to the system that hangs would hold it up forever: no thread can be
+ended that waits in the kernel or in a library."""
 LOAD_S = 1.0
 """How long callers may wait for the first ledger before they are refused."""
 
@@ -132,6 +136,7 @@ class Serving:
         self.daemon.authority = self._shown_authority(listeners)
         fence.on_superseded = self._step_down
         fence.check()  # the callback was not set before
+        signal.signal(signal.SIGALRM, _end_at_once)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # Before uvicorn takes signals, and after: it raises them again once it has shut down, which by default ends
             # the process without clean-up. Under nohup, SIGHUP stays ignored.
@@ -251,6 +256,23 @@ def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
     )
 
 
+def _bound_end() -> None:
+    """From here on the process lasts `STOP_S` at most."""
+    if not signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.setitimer(signal.ITIMER_REAL, STOP_S)
+
+
+def _end_at_once(*_: object) -> None:
+    log.critical(
+        "the end takes longer than %g s, because a commit or a question to the system hangs; it stops waiting. What it"
+        " has answered is recorded",
+        STOP_S,
+        extra=fields(event="daemon.killed"),
+    )
+    logging.shutdown()  # writes the log
+    os._exit(1)
+
+
 class SocketsServer(uvicorn.Server):
     """uvicorn on TCP and a Unix socket; long polls end when it stops."""
 
@@ -273,6 +295,7 @@ class SocketsServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End because of a signal."""
+        _bound_end()
         super().handle_exit(sig, frame)
         self._wake()
 
@@ -325,6 +348,7 @@ class SocketsServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the worker and the long polls, then the rest."""
+        _bound_end()
         systemd_notify.notify("STOPPING=1")
         for task in self.tasks:
             task.cancel()

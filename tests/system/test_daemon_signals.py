@@ -59,3 +59,39 @@ def test_under_nohup_it_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> N
         assert running.request_lease(wait_s=50)["state"] == "active", running.story()
     finally:
         assert running.stop() == 0
+
+
+HANGING = """
+import sys, threading
+import gpulease_server.serving as serving
+from gpulease_server.runtime.retention import Pruner
+from gpulease_server.store.ledger_store import Store
+from gpulease_cli import main
+
+def hang(*arguments):
+    print("hangs", flush=True)
+    threading.Event().wait()
+
+if sys.argv[1] == "commit":
+    Store.write = hang
+else:
+    Pruner.prune = lambda *arguments: serving.asyncio.to_thread(hang)
+serving.STOP_S = 2.0
+sys.exit(main(["serve", "--simulate", "1", "--port", "0", "--data-dir", sys.argv[2]]))
+"""
+"""A daemon in which something hangs as soon as it serves."""
+
+
+@pytest.mark.parametrize("what", ["commit", "thread"])
+def test_it_ends_although_something_hangs(tmp_path: Path, what: str) -> None:
+    words = [sys.executable, "-c", HANGING, what, str(tmp_path / "d")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "hangs\n"
+            process.send_signal(signal.SIGTERM)
+            told = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 1, told
+    assert "the end takes longer than 2 s" in told

@@ -56,6 +56,7 @@ What each failure does
 | a bug during the commit | the outcome as recorded | loaded again; `seq` tells whether it was recorded |
 | a bug after the commit | their answers | loaded again; nothing is decided twice |
 | stopped during a commit | the outcome of the commit; the others 503 | the commit is finished first |
+| stopped during a commit that hangs | nothing, or the outcome if it is done in time | the process ends after 30 s |
 | SIGKILL in an outage | nothing; they ask again | a restart: a full `ttl_s`, renewed or not |
 | `MAX_QUEUED` requests are queued | 503 | a waiter's sign of life is dropped |
 | SIGSTOP and SIGCONT | late answers | the next tick gives every holder that time back |
