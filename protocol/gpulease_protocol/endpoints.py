@@ -437,8 +437,10 @@ def _reader(kind: type[Answer]) -> Callable[[Any], Answer]:
 def encoded(part: str) -> str:
     """One path segment, percent-encoded. The transport would resolve a segment of dots only.
 
-    Raises InvalidRequest if it is not UTF-8 text, as an argument of a program may be.
+    Raises InvalidRequest if it is empty, or not UTF-8 text, as an argument of a program may be.
     """
+    if not isinstance(part, str) or not part:
+        raise InvalidRequest(f"An id or a name must be text, not {part!r}.")
     if any("\ud800" <= character <= "\udfff" for character in part):
         raise InvalidRequest(f"{part!a} is not UTF-8 text, so nothing has this name.")
     return quote(part, safe="") if part.strip(".") else "%2E" * len(part)

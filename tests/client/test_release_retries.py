@@ -332,3 +332,15 @@ def test_what_json_cannot_say_is_refused_and_owes_nothing(daemon: FakeDaemon, ki
     assert not DEBTS.owed_to(Destination.of(daemon.url, None, 1.0))
     lease(min_free_memory_bytes=Two())
     assert [request["min_free_memory_bytes"] for request in daemon.lease_requests] == [2]
+
+
+@pytest.mark.parametrize("lease_id", [None, "", 5, b"lease-1"])
+def test_what_is_no_id_is_refused_and_owes_nothing(daemon: FakeDaemon, client: Client, lease_id: Any) -> None:
+    for call in (client.release, client.renew):
+        with pytest.raises(errors.InvalidRequest, match="An id or a name must be text, not "):
+            call(lease_id, 1)
+    with pytest.raises(errors.InvalidRequest, match="An id or a name must be text, not "):
+        client.job(lease_id)
+    assert not DEBTS.owed_to(Destination.of(daemon.url, None, 1.0))
+    with client.lease(1):
+        assert len(daemon.lease_requests) == 1
