@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from types import TracebackType
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NoReturn, Protocol, TypeVar
 
 from gpulease.cuda import index_mask, ranks
 from gpulease.sansio.failover import Destination
@@ -171,6 +171,9 @@ class HeldLease:
     def __repr__(self) -> str:
         state = "lost" if self.lost.is_set() else "released" if self._released else "active"
         return f"<HeldLease {self.id} {state}: {', '.join(f'{gpu.node}:{gpu.index}' for gpu in self.gpus)}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} belongs to this process, so it cannot be pickled: pass on its environ(), or its id.")
 
     @property
     def is_holder(self) -> bool:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,6 +181,28 @@ def test_a_name_is_resolved_at_the_exit_of_python_too(daemon: FakeDaemon, monkey
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with Client(f"http://gpus.lab:{daemon.port}") as client:
         assert client.gpus() == ()
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"url": Path("/run/gpulease.sock")}, "gpulease.sock'\\) is not the address of a daemon"),
+        ({"url": [5]}, "5 is not the address of a daemon"),
+        ({"url": 5}, "5 is not the address of a daemon"),
+        ({"token": b"secret"}, "token: this is no token"),
+        ({"timeout_s": -5}, "timeout_s: must be above 0 and at most 86400 seconds, not -5"),
+        ({"timeout_s": None}, "timeout_s: must be above 0"),
+        ({"timeout_s": float("inf")}, "timeout_s: must be above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s: must be above 0"),
+        ({"retry_s": -1}, "retry_s: must be 0 or more seconds, not -1"),
+        ({"retry_s": None}, "retry_s: must be 0 or more seconds, not None"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused_by_name_at_once(kind: Any, arguments: Any, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence) as refused:
+        kind(**{"url": "http://127.0.0.1:8750", **arguments})
+    assert "secret" not in str(refused.value)
 
 
 def test_the_first_address_that_responds_is_used(gpus: Ask, daemon: FakeDaemon, other: FakeDaemon) -> None:

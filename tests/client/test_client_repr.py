@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+
+import pytest
 
 from gpulease import AsyncClient, Client
 from tests.client.fake_daemon import FakeDaemon
@@ -36,3 +39,8 @@ def test_an_async_leases_repr_shows_the_same(daemon: FakeDaemon) -> None:
             return repr(lease)
 
     assert asyncio.run(work()) == "<AsyncLease L-1 active: a:0>"
+
+
+def test_a_held_lease_says_why_it_cannot_be_pickled_for_a_pool(client: Client) -> None:
+    with client.lease(1) as lease, pytest.raises(TypeError, match=rf"{lease.id} .* cannot be pickled: pass on"):
+        pickle.dumps(lease)

@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 from gpulease.cuda import ranks
 from gpulease.rest_words import METHODS
 from gpulease.sansio.effects import Attempt, Flow, NotConnected, NotTrusted, Response, ResponseLost
+from gpulease.sansio.http_requests import check_timeout
 from gpulease_protocol.endpoints import ApiCall, without_refused_fields
 from gpulease_protocol.errors import (
     DaemonUnavailable,
@@ -88,6 +89,7 @@ class Destination:
 
         The file's token is never sent to an address from elsewhere. Raises InvalidRequest.
         """
+        check_timeout(timeout_s)
         _warn_of_unknown_variables()
         is_explicit = bool(url or os.environ.get("GPULEASE_URL"))
         configured = {} if is_explicit else config_file.client()

@@ -95,6 +95,7 @@ class Flows:
     """The flows of one client. Each method returns one, for a transport to run."""
 
     def __init__(self, destination: Destination, retry_s: float) -> None:
+        check_wait(retry_s, "retry_s")
         self.failover = Failover(destination)
         self._retry_s = retry_s
         self._short_retry_s = RETRY_S if self.failover.is_single else TAKEOVER_RETRY_S

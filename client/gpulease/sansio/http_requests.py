@@ -14,6 +14,8 @@ from gpulease_protocol.errors import InvalidRequest, shortened
 
 MAX_RESPONSE_BYTES = 2**26
 """Largest body of a response."""
+MAX_TIMEOUT_S = 86400.0
+"""Longest time limit for a response."""
 
 
 def headers(call: ApiCall[Any], bearer_token: str | None) -> dict[str, str]:
@@ -47,14 +49,24 @@ def encoded_body(call: ApiCall[Any]) -> bytes | None:
         ) from error
 
 
-def check_wait(wait_s: Any) -> None:
+def check_wait(wait_s: Any, name: str = "wait_s") -> None:
     """Raise InvalidRequest for a time that is below 0 or no number; infinity waits forever."""
     try:
         is_time = wait_s >= 0
     except TypeError:
         is_time = False
     if not is_time:
-        raise InvalidRequest(f"wait_s: must be 0 or more seconds, not {wait_s!r}.")
+        raise InvalidRequest(f"{name}: must be 0 or more seconds, not {wait_s!r}.")
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Raise InvalidRequest for a time limit that no response could keep, or that is longer than sockets take."""
+    try:
+        is_limit = 0 < timeout_s <= MAX_TIMEOUT_S
+    except TypeError:
+        is_limit = False
+    if not is_limit:
+        raise InvalidRequest(f"timeout_s: must be above 0 and at most {MAX_TIMEOUT_S:g} seconds, not {timeout_s!r}.")
 
 
 def not_utf_8(error: UnicodeEncodeError, call: ApiCall[Any]) -> InvalidRequest:

@@ -134,7 +134,9 @@ def _is_socket(path: Path) -> bool:
 
 
 def _several(urls: str | Iterable[str], source: str) -> tuple[Address, ...]:
-    words = urls.split(",") if isinstance(urls, str) else list(urls)
+    words = urls.split(",") if isinstance(urls, str) else list(urls) if isinstance(urls, Iterable) else [urls]
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise _not_an_address(wrong[0], source)
     found = dict.fromkeys(parse(word.strip(), source) for word in words if word.strip())
     if not found or len(found) > MAX_ADDRESSES:
         raise InvalidRequest(
@@ -143,7 +145,7 @@ def _several(urls: str | Iterable[str], source: str) -> tuple[Address, ...]:
     return tuple(found)
 
 
-def _not_an_address(url: str, source: str) -> InvalidRequest:
+def _not_an_address(url: object, source: str) -> InvalidRequest:
     return InvalidRequest(
         f"{source}: {url!r} is not the address of a daemon.",
         remedy=f"Write it like {DEFAULT_URL} or unix:///path/to/{SOCKET_NAME}.",

@@ -27,7 +27,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def checked(token: str, source: str) -> str:
     """The token without the white space around it. Raises InvalidRequest, which does not show it, for what is none."""
-    if not token.isascii() or len(token.split()) != 1 or not token.strip().isprintable():
+    if not isinstance(token, str) or not token.isascii() or len(token.split()) != 1 or not token.strip().isprintable():
         raise InvalidRequest(
             f"{source}: this is no token.", remedy="Set it to what `gpulease token create` prints, and no more."
         )
