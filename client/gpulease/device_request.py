@@ -250,4 +250,9 @@ def _none_visible(num_devices: int) -> NeverFits:
             f"{MASK} is {mask!r}, which hides every GPU from this process. Who started it has set that: submitit and"
             " Slurm do for a task without GPUs (ask with gpus_per_node=, --gpus), Ray for num_gpus=0."
         )
+    elif mask is not None:
+        error.add_note(
+            f"{MASK} is {mask!r}, under which CUDA shows no GPU: the first entry that names none hides the rest, and"
+            " so does one in other letters than `nvidia-smi -L` prints; a GPU that is named twice hides all."
+        )
     return error

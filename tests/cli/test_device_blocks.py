@@ -318,6 +318,13 @@ def test_an_empty_mask_names_who_sets_it(python: Program) -> None:
     assert "gpus_per_node=" in result.stderr
 
 
+@pytest.mark.parametrize("mask", ["0,0", "GPU-ABCDEF12", "9"])
+def test_a_mask_that_hides_every_gpu_by_its_spelling_is_named(python: Program, mask: str) -> None:
+    result = python("import gpulease; gpulease.find_usable_cuda_devices(1)", CUDA_VISIBLE_DEVICES=mask)
+    assert "there are no visible CUDA devices on this machine.\n" in result.stderr
+    assert f"CUDA_VISIBLE_DEVICES is {mask!r}, under which CUDA shows no GPU: " in result.stderr
+
+
 def test_a_process_that_sees_only_the_gpus_of_its_lease_is_told_what_to_do(client: Client, gpulease: Program) -> None:
     program = "import gpulease; gpulease.usable_cuda_devices(1).__enter__()"
     result = gpulease("run", "-n", "1", "--wait", "60s", "--", sys.executable, "-c", program)
