@@ -296,6 +296,8 @@ class JobOrder(Noun):
     again: bool = False
     """True when it is to end so that it starts again, after another request or with a further node: no one is told of
     that end (`JobSpec.notify`)."""
+    failure: str | None = None
+    """Why it has failed, as a sentence, where it is to end because of its part on another node; else null."""
     job: Job | None = None
     """The job, where its supervisor is to tell someone of its end (`JobSpec.notify`)."""
     gang: GangPlace | None = None

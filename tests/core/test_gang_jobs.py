@@ -126,6 +126,19 @@ def test_the_first_failure_stops_the_others_and_is_what_the_job_says() -> None:
     assert [one.failure for one in job.members] == [2, 1, 3]
 
 
+def test_a_part_that_is_stopped_because_of_another_is_told_why_unless_its_user_cancels() -> None:
+    world = fleet("a", "b")
+    job_id = running(world)
+    part(world, job_id, "b", RunState.EXITED, exit_code=3, reason="Exit code 3.")
+    told = order(world, job_id, "a")
+    assert told is not None
+    assert (told.stop, told.failure) == (True, "On node b: Exit code 3.")
+    world.cancel(job_id)
+    told = order(world, job_id, "a")
+    assert told is not None
+    assert (told.stop, told.failure) == (True, None)
+
+
 def test_a_part_that_only_followed_lets_the_other_say_first_what_happened() -> None:
     world = fleet("a", "b")
     job_id = running(world)

@@ -191,21 +191,34 @@ def test_an_attempt_that_is_tried_again_is_no_end(
         (0, {"again": True}, None),
         (7, {"again": True}, None),
         (0, {"again": True, "cancelled": True}, "cancelled"),
+        (0, {"failure": "On node b: exit code 3."}, "failed"),
+        (7, {"failure": "On node b: exit code 3.", "cancelled": True}, "cancelled"),
+        (7, {"failure": "On node b: exit code 3.", "retries": 1}, None),
     ],
-    ids=["saved, then cancelled", "cancelled", "saved, to start again", "to start again", "cancelled after all"],
+    ids=[
+        "saved, then cancelled",
+        "cancelled",
+        "saved, to start again",
+        "to start again",
+        "cancelled after all",
+        "failed on another node",
+        "cancelled when it had failed",
+        "failed on another node, to be tried again",
+    ],
 )
-def test_a_job_that_is_stopped_to_start_again_has_not_ended(
-    tmp_path: Path, code: int, stop: dict[str, bool], told: str | None
+def test_a_job_that_is_stopped_is_told_of_as_what_it_is_in_the_end(
+    tmp_path: Path, code: int, stop: dict[str, Any], told: str | None
 ) -> None:
     there, ready, second = tmp_path / "told", tmp_path / "ready", tmp_path / "second"
     loop = f"until test $told && test -f {ready}; do sleep 0.02; done; exit {code}"
     script = f"told=; trap told=1 TERM; touch {tmp_path}/traps; {loop}"
-    made = told_order("j", "sh", "-c", script, notify=f'echo "$GPULEASE_JOB_STATE" >{there}')
+    retries = stop.get("retries", 0)
+    made = told_order("j", "sh", "-c", script, notify=f'echo "$GPULEASE_JOB_STATE" >{there}', retries=retries)
 
     async def story(worker: Worker) -> None:
         await worker.until([made], RunState.RUNNING)
         await soon((tmp_path / "traps").exists, "the program")
-        stopped = replace(made, stop=True, again=stop.get("again", False), grace_s=50.0)
+        stopped = replace(made, stop=True, again=stop.get("again", False), failure=stop.get("failure"), grace_s=50.0)
         worker.jobs.reconcile([stopped])
         if stop.get("cancelled"):
             stopped = replace(made, stop=True, grace_s=55.0)

@@ -99,6 +99,12 @@ def stop_grace_s(record: JobRecord) -> float:
     return GRACE_S if has_failed else record.grace_s
 
 
+def failure_of(record: JobRecord) -> str | None:
+    """Why an attempt has failed, once its parts end because of that, and of nothing else; None before."""
+    is_told = record.cancelled_at, record.grows_at, record.job.preempt_at
+    return _sentence(record.job) if record.parts_stopped_at is not None and is_told == (None, None, None) else None
+
+
 def takes_part(ledger: Ledger, node: str) -> bool:
     """False for a node with a worker that would take its part of a job for the whole of it."""
     observation = ledger.node_observations.get(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpulease_protocol.model import JobMember
 from gpulease_protocol.node_protocol import GangPlace, JobOrder
 from gpulease_server.core.elastic_jobs import spec_of_attempt
-from gpulease_server.core.gang_run import must_stop, stop_grace_s
+from gpulease_server.core.gang_run import failure_of, must_stop, stop_grace_s
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.presentation import job_view
 from gpulease_server.core.records import JobRecord
@@ -30,6 +30,7 @@ def job_order(ledger: Ledger, record: JobRecord, node: str, *, simulated: bool) 
         stop=must_stop(record),
         grace_s=stop_grace_s(record),
         again=record.cancelled_at is None and (job.preempt_at is not None or record.grows_at is not None),
+        failure=failure_of(record),
         job=job_view(record) if record.spec.notify is not None and (member is None or member.rank == 0) else None,
         gang=None if member is None else _place(job.members, member.rank),
         go=member is None or record.go_at is not None,

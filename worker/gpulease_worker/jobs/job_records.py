@@ -92,6 +92,8 @@ class StopRecord(Noun):
     """True when no one wanted it to end, but its node leaves."""
     again: bool = False
     """As `JobOrder.again`."""
+    failure: str | None = None
+    """As `JobOrder.failure`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

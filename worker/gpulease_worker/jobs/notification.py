@@ -72,9 +72,12 @@ def tell_of_end(directory: Path, plan: LaunchPlan, login: LoginLimits | None) ->
 def job_at_end(job: Job, report: JobReport, stop: StopRecord | None) -> Job | None:
     """The job as the daemon will have it after this report; None if it is tried again. `stop`: the order to stop that
     it has had."""
-    node_left, again = (False, False) if stop is None else (stop.node_left, stop.again)
+    node_left, again, failure = (False, False, None) if stop is None else (stop.node_left, stop.again, stop.failure)
     state, reason = final_state(report, cancelled=stop is not None and not node_left)
-    is_tried_again = node_left or (report.started_at is not None and report.attempt <= (job.retries or 0))
+    if failure is not None and not report.timed_out:
+        state, reason = JobState.FAILED, failure
+    has_run = report.started_at is not None or failure is not None
+    is_tried_again = node_left or (has_run and report.attempt <= (job.retries or 0))
     if (state is JobState.CANCELLED and again) or (state is JobState.FAILED and is_tried_again):
         return None
     return replace(

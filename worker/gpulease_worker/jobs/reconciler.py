@@ -136,8 +136,8 @@ class JobReconciler:
     def _end_with_node(self, job: LocalJob, grace_s: float) -> None:
         if job.is_unclaimed and self._supervisors.claim(job):
             self._supervisors.record_end(job, LEAVES, stopped=True)
-        told = job.stop
-        self._stop(job, grace_s, node_left=told is None or told.node_left, again=told is not None and told.again)
+        told = job.stop or job_records.StopRecord(grace_s=grace_s, node_left=True)
+        self._stop(job, replace(told, grace_s=grace_s))
 
     @property
     def have_ended(self) -> bool:
@@ -196,7 +196,7 @@ class JobReconciler:
             else:
                 self._supervisors.start(job)
         if order.stop:
-            self._stop(job, order.grace_s, again=order.again)
+            self._stop(job, job_records.StopRecord(grace_s=order.grace_s, again=order.again, failure=order.failure))
         elif order.gang is not None and order.go:
             self._let_go(job)
 
@@ -351,17 +351,17 @@ class JobReconciler:
         if self._supervisors.claim(job):
             job.release_lock()  # started when it is ordered
 
-    def _stop(self, job: LocalJob, grace_s: float, *, node_left: bool = False, again: bool = False) -> None:
-        """Pass an order to stop to the supervisor; once more only when the grace period has become shorter, or when the
-        job does not start again after all."""
+    def _stop(self, job: LocalJob, stop: job_records.StopRecord) -> None:
+        """Pass an order to stop to the supervisor; once more only when the grace period has become shorter, or the job
+        does not start again after all, or is cancelled after it had failed."""
         if job.exit is not None or job.cleaning:
             return
-        if job.stop is not None and job.stop.grace_s <= grace_s:
-            if again or not job.stop.again:
+        told = job.stop
+        if told is not None and told.grace_s <= stop.grace_s:
+            if (stop.again or not told.again) and (stop.failure is None) == (told.failure is None):
                 self._supervisors.signal(job, signal.SIGCONT)
                 return
-            grace_s = job.stop.grace_s
-        stop = job_records.StopRecord(grace_s=grace_s, node_left=node_left, again=again)
+            stop = replace(stop, grace_s=told.grace_s)
         try:
             job_records.write(job.directory, job_records.STOP, stop)
             job.stop = stop
@@ -393,7 +393,7 @@ class JobReconciler:
         if job.exit is None:
             if job.stop is None:
                 log.warning("job %s runs here, and its daemon does not know of that: it is ended", job.name)
-            self._stop(job, GONE_GRACE_S)
+            self._stop(job, job_records.StopRecord(grace_s=GONE_GRACE_S))
             return
         self._supervisors.write_end(job)
         if job.lock is not None:
