@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 
+from gpulease.sansio import proxies
 from gpulease.sansio.effects import (
     Attempt,
     Effect,
@@ -171,7 +172,8 @@ class AsyncTransport:
                 and await asyncio.to_thread(speaks_tls, attempt.address, self._destination)
             ):
                 raise use_https(attempt.address) from error
-            raise tls_failure(error, attempt.address) or failure from error
+            named = proxies.named(failure, attempt.address, self._destination)
+            raise tls_failure(error, attempt.address) or named from error
         except RuntimeError as error:
             if not connection.is_closed:
                 raise
@@ -190,8 +192,10 @@ class AsyncTransport:
             verify = ssl_verification(address, self._destination.ca_file)
             socket = None if address.socket is None else str(address.socket)
             transport = None if socket is None else httpx2.AsyncHTTPTransport(uds=socket, verify=verify)
-            self._connections[address] = httpx2.AsyncClient(
-                transport=transport, verify=verify, trust_env=self._destination.use_proxies and not address.local
+            self._connections[address] = proxies.with_proxies(
+                lambda use: httpx2.AsyncClient(transport=transport, verify=verify, trust_env=use),
+                address,
+                self._destination,
             )
         return self._connections[address]
 

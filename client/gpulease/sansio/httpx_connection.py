@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import httpcore2  # noqa: F401 - else httpx2 would load it during the first call
 import httpx2
 
+from gpulease.sansio import proxies
 from gpulease.sansio.effects import Attempt, NotConnected, Response, ResponseLost
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.http_requests import encoded_body, error_reason, headers, not_utf_8, retry_after_s
@@ -28,8 +29,8 @@ class HttpxConnection:
         self._destination = destination
         verify = ssl_verification(address, destination.ca_file)
         transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket), verify=verify)
-        self._client = httpx2.Client(
-            transport=transport, verify=verify, trust_env=destination.use_proxies and not address.local
+        self._client = proxies.with_proxies(
+            lambda use: httpx2.Client(transport=transport, verify=verify, trust_env=use), address, destination
         )
 
     def close(self) -> None:
@@ -44,7 +45,8 @@ class HttpxConnection:
             with without_httpx_log():
                 return ArrivingResponse(self._client.send(request, stream=True), self._client)
         except (httpx2.RequestError, OSError) as error:
-            raise tls_failure(error, self._address) or translate_error(error) from error
+            failure = proxies.named(translate_error(error), self._address, self._destination)
+            raise tls_failure(error, self._address) or failure from error
         except RuntimeError as error:
             if not self._client.is_closed:
                 raise
@@ -136,6 +138,6 @@ def to_response(response: httpx2.Response, content: bytes) -> Response:
 
 def translate_error(error: Exception) -> NotConnected | ResponseLost:
     """A failure of httpx2 as the failure of a flow: whether the daemon may have received the call."""
-    if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)):
+    if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)):
         return NotConnected(error_reason(error))
     return ResponseLost(error_reason(error), timed_out=isinstance(error, httpx2.TimeoutException))
