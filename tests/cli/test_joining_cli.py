@@ -61,6 +61,18 @@ def join_bearer(running: OverSocket, name: str, expires_s: float = 60.0) -> NewB
         return root.create_token(TokenRequest(user="root", role=Role.JOIN, node=name, expires_s=expires_s))
 
 
+@pytest.mark.parametrize("wrong", ["https://fd00::1:8750", "10.0.0.1:8750", "gpubox1", "http://gpubox1:8750"])
+def test_an_address_at_which_no_host_can_join_is_refused_before_a_token_is_made(
+    running: OverSocket, wrong: str
+) -> None:
+    program = ("--url", f"unix://{running.socket}", "node", "add", "gpubox7", "--join-url", wrong)
+    printed = completed(program, {}, 60)
+    assert (printed.returncode, printed.stdout) == (2, "")
+    assert "--join-url: " in printed.stderr
+    with client(running) as root:
+        assert "gpubox7" not in {one.node for one in root.tokens()}
+
+
 def test_the_command_that_is_printed_makes_a_host_a_node(running: OverSocket, tmp_path: Path) -> None:
     command = added(running, "gpubox2")
     joined = completed([*command, "--data-dir", str(tmp_path / "w")], {}, 60)

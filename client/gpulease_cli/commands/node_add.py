@@ -15,6 +15,7 @@ from gpulease_cli.options import checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.host import addresses
 from gpulease_protocol.joining import join_token
 from gpulease_protocol.status_table import format_duration
 from gpulease_protocol.tokens import Role, TokenRequest
@@ -55,9 +56,10 @@ def add(host: str, node: str | None, expires: float | None, join_url: str | None
         raise InvalidRequest(f"HOST: {host!r} is no host.", remedy="Options come after the name of the host.")
     name = node or host.rpartition("@")[2]
     asked = checked(lambda: TokenRequest(user="root", role=Role.JOIN, node=name, expires_s=expires or HOUR_S))
+    told = None if join_url is None else tuple(one.url for one in addresses.for_joining(join_url, "--join-url"))
     with Client() as client:
         authority = client.send(endpoints.authority())
-        urls = (join_url,) if join_url else authority.urls
+        urls = told or authority.urls
         if not urls:
             output.print_error(
                 "no other host can join",

@@ -53,11 +53,7 @@ def join(address: str, join_token: str, node: str | None, data_dir: Path | None)
     directory of the worker, and says how to start that.
     """
     bearer, expected = parse_join_token(sys.stdin.read(4096) if join_token == "-" else join_token)  # noqa: S105
-    found, name = addresses.candidates(address, source="URL"), node or host_node_name()
-    for one in found:
-        if not one.shows_server:
-            detail = f"URL: {one.shown} is plain HTTP to another host, where nothing shows who answers."
-            raise InvalidRequest(detail, remedy="Use its https address; `gpulease node add` prints it.")
+    found, name = addresses.for_joining(address, "URL"), node or host_node_name()
     directory = (data_dir or addresses.default_data_dir() / "worker").absolute()
     try:
         _make_directory(directory)

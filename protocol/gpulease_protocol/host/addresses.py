@@ -111,6 +111,17 @@ def candidates(
     return (first, last) if first != last and _is_socket(own / SOCKET_NAME) else (last,)
 
 
+def for_joining(url: str, source: str) -> tuple[Address, ...]:
+    """The addresses at which a host may join a daemon. Raises InvalidRequest, naming `source`, for any that does not
+    show who answers."""
+    found = _several(url, source)
+    for one in found:
+        if not one.shows_server:
+            detail = f"{source}: {one.shown} is plain HTTP to another host, where nothing shows who answers."
+            raise InvalidRequest(detail, remedy="Use its https address; `gpulease node add` prints it.")
+    return found
+
+
 def has_system_socket() -> bool:
     """True on a host with a data directory of the system's that this user may enter."""
     return owner_of_system_data_dir() is not None and os.access(SYSTEM_DATA_DIR, os.X_OK)
