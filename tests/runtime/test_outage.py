@@ -271,6 +271,30 @@ def test_a_stumble_at_the_commit_decides_nothing_twice(run: Callable[[Body], Non
     run(body)
 
 
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("fate", [Fate.STUMBLED, Fate.STUMBLED_AFTER])
+def test_no_one_waits_for_the_database_after_a_stumble(run: Callable[[Body], None], fate: Fate, requests: int) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        store.fates, store.unreadable = [fate], 10**6
+        store.gate.clear()
+        store.entered.clear()
+        first = outcomes(*(writer.submit(ask(str(number))) for number in range(requests)))
+        await asyncio.to_thread(store.entered.wait, 60)
+        queued = outcomes(writer.submit(ask("queued")))
+        await asyncio.sleep(0)
+        store.gate.set()
+        told = [*await asyncio.wait_for(first, 30), *await asyncio.wait_for(queued, 30)]
+        assert {answer.problem().get("outcome") for answer in told} == {"unknown"}
+        store.unreadable = 0
+        await recovered(writer)
+        await report(writer)
+        done = requests if fate is Fate.STUMBLED_AFTER else 0
+        assert len(writer.committed.leases) == done, "decided after it was refused"
+
+    run(body)
+
+
 def test_a_fault_while_a_committed_turn_is_shown_decides_nothing_twice(
     run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ What each failure does
 | the ledger cannot be loaded | 503 | retried; logged once for each reason |
 | a decision breaks an invariant | 500 for the request that caused it | loaded again; one turn per request |
 | a bug during the commit | the outcome as recorded | loaded again; `seq` tells whether it was recorded |
+| a bug in a turn while the database is away | 503 `outcome: unknown` | outage, until it can be loaded |
 | a bug after the commit | their answers | loaded again; nothing is decided twice |
 | stopped during a commit | the outcome of the commit; the others 503 | the commit is finished first |
 | stopped during a commit that hangs | nothing, or the outcome if it is done in time | the process ends after 30 s |

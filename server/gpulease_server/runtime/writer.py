@@ -365,10 +365,8 @@ class Writer:
         await self._recover(outage)
 
     async def _recover(self, outage: Outage) -> None:
-        """Load the ledger from the database, retrying until that succeeds. Every holder gets a full `ttl_s`.
-
-        After a failed commit it takes a commit too, that of the event which ends the outage: reading proves nothing.
-        """
+        """Load the ledger from the database, retrying until that succeeds; after a failed commit it takes a commit too,
+        that of the event which ends the outage: reading proves nothing. Every holder gets a full `ttl_s`."""
         self._pending.clear()
         self._futures.clear()
         self.reading_requests.clear()
@@ -391,6 +389,9 @@ class Writer:
             except Exception as error:
                 outage.update(error)
                 self.problem, failed = outage.reason, True
+                unknown = Unavailable(f"{self.problem}.", remedy=MAY_BE_DONE, extra={"outcome": "unknown"})
+                self._queue.take(len(self._queue))
+                self._refuse(self._unanswered, unknown)  # after a bug in a turn; else they were refused before
             if self._stopping:
                 raise asyncio.CancelledError
         outage.log_end()
