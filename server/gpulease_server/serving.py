@@ -9,8 +9,9 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,8 @@ RENEW_S = 3600.0
 """Time between two looks at the daemon's own certificate."""
 TAKE_PORT_S = 5.0
 """Time between two attempts to take a port that another user has."""
+RESTART_S = 5.0
+"""Time from a bug that ends a part of the daemon until that part begins again."""
 DATE_S = 1.0
 """Time between two updates of the header `Date`."""
 STOP_S = 30.0
@@ -159,20 +162,20 @@ class Serving:
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        parts = (
-            self._write(),
-            self.writer.keep_reserve(),
-            self.recorder.run(),
-            self.pruner.run(),
-            self.bearer_tokens.maintain(),
-            self.idle_notices.run(),
-            systemd_notify.watchdog(),
-        )
-        tasks = [asyncio.create_task(part) for part in parts]
+        parts: list[Callable[[], Awaitable[None]]] = [
+            self._write,
+            self.writer.keep_reserve,
+            self.recorder.run,
+            self.pruner.run,
+            self.bearer_tokens.maintain,
+            self.idle_notices.run,
+            systemd_notify.watchdog,
+        ]
         if self.authority is not None:
-            tasks.append(asyncio.create_task(self._keep_certificate(self.authority)))
+            parts.append(partial(self._keep_certificate, self.authority))
+        tasks = [asyncio.create_task(_keep_running(part)) for part in parts]
         if self.worker is not None:
-            self.server.worker = asyncio.create_task(self.worker.supervise())
+            self.server.worker = asyncio.create_task(_keep_running(self.worker.supervise))
             tasks.append(self.server.worker)
         if not self.writer.has_loaded and self.leadership.standby_copy is None:
             # Who asks meanwhile, as the worker does, waits at the sockets; later, they would be refused.
@@ -182,9 +185,11 @@ class Serving:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await self.recorder.save(self.daemon.now(), everything=True)
-        await self.bearer_tokens.save_uses()
-        self.writer.close()
+        try:
+            await self.recorder.save(self.daemon.now(), everything=True)
+            await self.bearer_tokens.save_uses()
+        finally:
+            self.writer.close()
 
     async def _keep_certificate(self, authority: TlsAuthority) -> None:
         """Renew the daemon's certificate in time, until cancelled; new connections get the new one."""
@@ -254,6 +259,20 @@ def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
         timeout_keep_alive=75,
         backlog=BACKLOG,
     )
+
+
+async def _keep_running(part: Callable[[], Awaitable[None]]) -> None:
+    """Run a part of the daemon until it ends or is cancelled. After a bug in it, it begins again."""
+    task = asyncio.current_task()
+    assert task is not None
+    while True:
+        try:
+            return await part()
+        except Exception:
+            log.exception("a part of the daemon failed; unless the daemon ends, it begins again in %g s", RESTART_S)
+        if task.cancelling():
+            return None
+        await asyncio.sleep(RESTART_S)
 
 
 def _bound_end() -> None:

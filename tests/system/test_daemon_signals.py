@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,22 @@ def test_under_nohup_it_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> N
         assert running.stop() == 0
 
 
+def ended_once_it_says(line: str, words: list[str]) -> tuple[int, str, str]:
+    """Send SIGTERM to a program once it has written this line. Returns its exit code, its output and log."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        patience = threading.Timer(60, process.kill)
+        patience.start()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"{line}\n"
+            process.send_signal(signal.SIGTERM)
+            shown, told = process.communicate()
+        finally:
+            patience.cancel()
+            process.kill()
+    return process.returncode, shown, told
+
+
 HANGING = """
 import sys, threading
 import gpulease_server.serving as serving
@@ -85,13 +102,44 @@ sys.exit(main(["serve", "--simulate", "1", "--port", "0", "--data-dir", sys.argv
 @pytest.mark.parametrize("what", ["commit", "thread"])
 def test_it_ends_although_something_hangs(tmp_path: Path, what: str) -> None:
     words = [sys.executable, "-c", HANGING, what, str(tmp_path / "d")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "hangs\n"
-            process.send_signal(signal.SIGTERM)
-            told = process.communicate(timeout=60)[1]
-        finally:
-            process.kill()
-    assert process.returncode == 1, told
+    code, _, told = ended_once_it_says("hangs", words)
+    assert code == 1, told
     assert "the end takes longer than 2 s" in told
+
+
+FAILING = """
+import asyncio, itertools, sys
+import gpulease_server.serving as serving
+from gpulease_server.runtime.retention import Pruner
+from gpulease_server.runtime.writer import Writer
+from gpulease_cli import main
+
+runs = itertools.count(1)
+
+async def fail(*arguments):
+    if next(runs) == 1:
+        raise ZeroDivisionError("a bug")
+    print("again", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        raise ZeroDivisionError("another one")
+
+def closed(writer, close=Writer.close):
+    print("closed", flush=True)
+    close(writer)
+
+Pruner.run, Writer.close = fail, closed
+serving.RESTART_S = 0.1
+sys.exit(main(["serve", "--simulate", "1", "--port", "0", "--data-dir", sys.argv[1]]))
+"""
+"""A daemon of which a part fails, once while it serves and once as it ends."""
+
+
+def test_a_part_that_fails_is_logged_and_begins_again_and_hinders_no_end(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", FAILING, str(tmp_path / "d")]
+    code, shown, told = ended_once_it_says("again", words)
+    assert code == 0, told
+    assert "closed" in shown
+    assert "ZeroDivisionError: a bug" in told
+    assert "ZeroDivisionError: another one" in told
