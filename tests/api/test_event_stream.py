@@ -118,6 +118,24 @@ def test_an_invalid_last_event_id_is_refused(api: DaemonProcess, wrong: str) -> 
     assert answer.problem() == (422, "invalid_request")
 
 
+def test_a_stream_that_continues_after_more_events_than_there_are_is_refused(api: DaemonProcess) -> None:
+    """They were of the database before a backup was restored: it would be silent until there are as many."""
+    lease(api)
+    last = events(api)[-1]["seq"]
+    ahead = {"Last-Event-ID": str(last + 1000)}
+    answer = api.call("GET", "/v1/events", None, Accept="text/event-stream", **ahead)
+    assert answer.problem() == (410, "events_pruned")
+    assert "backup" in answer.json["detail"]
+    with stream(api, **{"Last-Event-ID": str(answer.json["pruned_seq"])}) as watched:
+        assert watched.status == 200
+        watched.until(lease(api)["id"].encode())
+    client = api.client()
+    with pytest.raises(EventsPruned) as told:
+        next(client.watch_events(after=last + 1000))
+    assert told.value.pruned_seq >= last
+    client.close()
+
+
 def test_both_clients_watch(api: DaemonProcess) -> None:
     client, seen = api.client(), []
     begun, last_seqs = threading.Event(), []

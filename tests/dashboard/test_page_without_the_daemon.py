@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,35 @@ def test_the_page_reports_an_outage_and_recovers(watched: Watched, running: Daem
     ask(running, count=1, label="after the restart")
     expect(card(page, 1)).to_contain_text("after the restart")
     assert watched.elsewhere == []
+
+
+def test_a_page_that_stays_open_follows_a_restored_database(browser: Browser, tmp_path: Path) -> None:
+    """Its stream would be silent until there are as many events as before, and what was lost would be listed first."""
+    with daemon(tmp_path, "--simulate", "2") as running, watching(browser, running) as watched:
+        database, copy = running.data_dir / "gpulease.db", tmp_path / "copy.db"
+        ask(running, count=1, label="kept", ttl_s=3600)
+        running.stop()
+        shutil.copyfile(database, copy)
+        running.start()
+        for _ in range(5):
+            running.give_everything_back()
+            lost = ask(running, count=1, label="lost", ttl_s=3600)
+        last = running.get("/v1/events?order=desc&limit=1").json["items"][0]["seq"]
+        other = watched.page.context.new_page()  # it reads the stream of the first one
+        for page in (watched.page, other):
+            page.goto(f"{running.url}/#/events")
+            expect(page.locator("main")).to_contain_text("lease granted")
+        running.stop()
+        for file in running.data_dir.glob("gpulease.db*"):
+            file.unlink()
+        shutil.copyfile(copy, database)
+        running.start()
+
+        made = ask(running, count=1, label="after the restore", ttl_s=3600)
+        assert running.get("/v1/events?order=desc&limit=1").json["items"][0]["seq"] < last
+        for page in (watched.page, other):
+            expect(page.locator("#events li").filter(has_text=made["id"]).first).to_be_visible()
+            expect(page.locator("#events li").filter(has_text=lost["id"])).to_have_count(0)
 
 
 @pytest.mark.parametrize("file", ["main.js", "views/now.js"])

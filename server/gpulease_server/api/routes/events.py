@@ -97,7 +97,9 @@ async def list_events(
     still have a `next`.
 
     With `Accept: text/event-stream` the answer is an endless stream of server-sent events: `id` is `seq`, `event` is
-    the kind, `data` is the event. `Last-Event-ID` continues where an earlier stream ended. A stream has all events.
+    the kind, `data` is the event. `Last-Event-ID` continues where an earlier stream ended. A stream has all events. One
+    that continues after an event that there has never been gets 410 as well: the database is another one, as after the
+    restore of a backup.
     """
     if event_stream.is_requested(request):
         if others := sorted(set(request.query_params) - OF_A_STREAM - {"limit"}):

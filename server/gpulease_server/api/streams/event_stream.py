@@ -14,6 +14,7 @@ whatever its client does:
 | the client is slower than the events | `send` waits for it; it is served from the database until it has caught up |
 | the client reads nothing at all | the connection is closed (`http_limits`, `stalled_s`) |
 | the events that it needs next have been pruned | an event `events_pruned` with the problem of a page; the end |
+| Last-Event-ID is of another database, which had more events | 410, as for events that have been pruned |
 | the client's token is revoked or expires | a comment; the end |
 | the daemon stops, or another one has taken over | a comment; the end. `seq` continues in the next daemon |
 | the daemon is a standby | 503, as for every long poll; it names the writer |
@@ -47,6 +48,7 @@ from gpulease_server.api.auth.redaction import hidden_kinds, redact_event
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.http_limits import USER_SHARE
 from gpulease_server.runtime.recent_events import EVENTS_KEY
+from gpulease_server.store.event_pages import EventFilter, FoundEvents, find_events
 
 MEDIA_TYPE = "text/event-stream"
 MAX_STREAMS = 512
@@ -74,6 +76,21 @@ def events_pruned(after: int, pruned_seq: int) -> EventsPruned:
     )
 
 
+def require_kept(after: int, found: FoundEvents) -> None:
+    """Raise EventsPruned if the events after `after` have been pruned, or if there has never been an event `after`:
+    the caller saw it in another database, and a stream would be silent until this one has as many."""
+    last_seq = max(found.last_seq, found.pruned_seq)
+    if after > last_seq:
+        raise EventsPruned(
+            f"There is no event {after}: the newest is {last_seq}. The database may have been replaced by an older"
+            " one, as a backup is.",
+            remedy=f"Continue with after={last_seq}, and read the current state from leases, jobs and GPUs.",
+            extra={"pruned_seq": last_seq},
+        )
+    if 0 < after < found.pruned_seq:
+        raise events_pruned(after, found.pruned_seq)
+
+
 async def open_stream(daemon: DaemonState, caller: Caller, request: Request, after: int | None) -> EventStream:
     """A stream of the events after `after`, or after Last-Event-ID, which takes precedence because browsers add it when
     they reconnect. With neither, of new events only. Raises EventsPruned, InvalidRequest, Unavailable."""
@@ -82,11 +99,12 @@ async def open_stream(daemon: DaemonState, caller: Caller, request: Request, aft
         if not last_event_id.isascii() or not last_event_id.isdigit() or len(last_event_id) > 18:
             raise InvalidRequest(f"Last-Event-ID: {last_event_id[:40]!r} is not the `id` of an event.")
         after = int(last_event_id)
-    position = daemon.writer.recent_events.last_seq if after is None else after
-    if 0 < position < daemon.writer.recent_events.last_seq and daemon.writer.recent_events.after(position, 1) is None:
-        _, pruned_seq = await asyncio.to_thread(daemon.store.history, position, 1)
-        if position < pruned_seq:
-            raise events_pruned(position, pruned_seq)
+    recent = daemon.writer.recent_events
+    position = recent.last_seq if after is None else after
+    # An event may be in the database, and in a page, a moment before it is among the recent ones.
+    if position > recent.last_seq or (position > 0 and recent.after(position, 1) is None):
+        found = await asyncio.to_thread(find_events, daemon.store.engine, EventFilter(), 1, after=position)
+        require_kept(position, found)
     streams = open_streams(request)
     own = sum(stream.user == caller.user for stream in streams)
     if len(streams) >= MAX_STREAMS or (own >= MAX_STREAMS // USER_SHARE and not caller.is_admin):

@@ -298,15 +298,17 @@ export class Follow {
 
   /** The stream is at this event. Those before it are fetched once. */
   reached(id) {
+    if (Number(id) < Number(this.lastId)) this.forgetPosition(); // of an older database; another window was told so
     this.lastId = id;
     this.streaming = true;
     if (!this.recalled) this.want(EVENTS);
   }
 
-  /** The stream cannot continue where it was. */
+  /** The stream cannot continue where it was: the database may be another one, with other events of the same numbers. */
   forgetPosition() {
     this.lastId = null;
     this.recalled = false;
+    this.data.events = [];
   }
 
   /** The last events, as a page. Where they begin is kept if the page itself is refused. */
