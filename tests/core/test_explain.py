@@ -61,6 +61,11 @@ def hold_and_cordon(world: World) -> None:
     world.cordon(0)
 
 
+def hold_and_drain(world: World) -> None:
+    hold(world)
+    world.set_mode(NodeMode.DRAINING, reason="new driver")
+
+
 def be_silent(world: World) -> None:
     world.pass_time(4, silent=("a",))
 
@@ -75,6 +80,11 @@ def show(**what: Any) -> Callable[[World], None]:
         (hold, "leased", ["is held by lease-", "user ann", "until 2026-01-01 13:16:40 UTC unless it is renewed"]),
         (run_job, "leased", ["is held by lease-", "(job-"]),
         (hold_and_cordon, "leased", ["is held by lease-", "and cordoned after that"]),
+        (
+            hold_and_drain,
+            "leased",
+            ["is held by lease-", ", and on node a, which is being drained by root: new driver."],
+        ),
         (end_dirty, "draining", ["is being cleaned after lease-", "user ann", "pid 4242"]),
         (show(pids=(4242,)), "foreign", ["is in use without a lease by pid 4242"]),
         (show(compute_mode=ComputeMode.PROHIBITED), "prohibited", ["PROHIBITED", "nvidia-smi -c DEFAULT"]),
@@ -170,7 +180,7 @@ def test_explain_shows_the_position_and_what_is_reserved_for_older_requests() ->
             "They are on different nodes (a, b), and a lease uses one node.",
         ),
         ({"node": "elsewhere"}, "There is no node elsewhere with GPUs; there are: a, b."),
-        ({"gpu_model": "A100"}, "No GPU's name contains A100; the models are: NVIDIA H100."),
+        ({"gpu_model": "A100"}, "No GPU has A100 in its name; the models are: NVIDIA H100."),
         ({"min_free_memory_bytes": 81 * GIB}, "The largest has 80.0 GiB."),
         ({"count": 5}, "No node has more than 4 such GPUs, and the request is for one node."),
         ({"count": 2, "among": (uuid(0), "GPU-gone")}, "Of the 2 GPUs that may serve it, 1 can."),
@@ -182,6 +192,20 @@ def test_never_says_what_there_is_not(what: dict[str, Any], said: str) -> None:
     assert explanation.verdict == "never"
     assert said in explanation.sentence
     assert explanation.sentence.endswith("Node a has 4 GPUs. Node b has 2 GPUs.")
+
+
+def test_that_a_model_is_missing_is_said_of_the_node_that_was_asked_for() -> None:
+    world = World().node("a", gpus=[gpu(0, name="NVIDIA A100")]).node("b", gpus=2)
+    said = refused(world, node="b", gpu_model="A100").sentence
+    assert "No GPU on node b has A100 in its name; the models there are: NVIDIA H100." in said
+
+
+def test_a_grant_names_the_node_where_there_are_several() -> None:
+    world = World().node("a", gpus=2)
+    lease = world.lease(2)
+    assert explained(world, lease.id).sentence.startswith("Granted: GPUs 0, 1.")
+    world.node("b", gpus=2)
+    assert explained(world, lease.id).sentence.startswith("Granted: GPUs 0, 1 of a.")
 
 
 def test_a_gpu_that_is_out_of_use_is_not_now_and_one_that_went_is_never() -> None:

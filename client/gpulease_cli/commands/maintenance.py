@@ -181,5 +181,6 @@ def _print_gpu(gpu: Gpu, json: bool) -> None:
     if json:
         output.print_json(gpu)
     else:
-        reason = f": {gpu.reason[:1].lower()}{gpu.reason[1:]}" if gpu.reason else ""
-        click.echo(f"GPU {gpu.index} of {gpu.node} is {gpu.state.value}{reason}")
+        state, reason = gpu.state.value, f"{gpu.reason[:1].lower()}{gpu.reason[1:]}" if gpu.reason else ""
+        said = reason if reason.startswith(state) else ": ".join(filter(None, (state, reason)))
+        click.echo(f"GPU {gpu.index} of {gpu.node} is {said}")

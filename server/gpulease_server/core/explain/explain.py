@@ -50,10 +50,7 @@ def explain(
     if lease.state is LeaseState.ENDED:
         return Explanation(verdict="ended", sentence=f"The lease has ended: {str(lease.end_reason).replace('_', ' ')}.")
     if lease.state is LeaseState.ACTIVE:
-        notes = mode_notes(ledger, ledger.held_by(lease)) + describe_victim(ledger, record, policy)
-        named = describe_places(lease.gpus) if lease.members else describe_gpus([gpu.index for gpu in lease.gpus])
-        connected = describe_connections(ledger, lease.demand, lease.gpus) + describe_run_ahead(ledger, record)
-        return Explanation(verdict="granted", sentence=f"Granted: {named}.{connected}{notes}")
+        return _granted(ledger, record, policy)
     if unmet := dependencies.waits_for(ledger, record):
         sentence = f"Not now: {dependencies.describe(unmet)}; then it joins the queue."
         return Explanation(verdict="not_now", sentence=sentence, after=tuple(one.job for one in unmet))
@@ -101,6 +98,15 @@ def explain(
         obstacles=obstacles,
         nodes=nodes,
     )
+
+
+def _granted(ledger: Ledger, record: LeaseRecord, policy: Policy) -> Explanation:
+    """The explanation for an active lease: which GPUs it has, and on which node where there are several."""
+    lease, several = record.lease, len(ledger.fleet.gpus_of_node) > 1
+    notes = mode_notes(ledger, ledger.held_by(lease)) + describe_victim(ledger, record, policy)
+    named = describe_places(lease.gpus) if several else describe_gpus([gpu.index for gpu in lease.gpus])
+    connected = describe_connections(ledger, lease.demand, lease.gpus) + describe_run_ahead(ledger, record)
+    return Explanation(verdict="granted", sentence=f"Granted: {named}.{connected}{notes}")
 
 
 def _limit_met(

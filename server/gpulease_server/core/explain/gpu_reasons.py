@@ -30,7 +30,7 @@ def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, 
             problem = node_problem(ledger, gpu.device.node, now, policy) or claimed_elsewhere(ledger, gpu)
             if node_mode(ledger, gpu.device.node) is NodeMode.PAUSED:
                 more = (problem or "").removeprefix(PAUSED)
-                return f"on node {gpu.device.node}, {_out_of_use(ledger, gpu.device.node)}{more}"
+                return f"{on_node_out_of_use(ledger, gpu.device.node)}{more}"
             return f"unknown: {problem or 'its node no longer shows it'}"
         case GpuState.UNHEALTHY:
             return f"unhealthy: {reading.health if reading else 'lost'}"
@@ -45,20 +45,21 @@ def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, 
         case GpuState.CORDONED:
             if gpu.cordoned:
                 return "cordoned by an administrator"
-            return f"on node {gpu.device.node}, {_out_of_use(ledger, gpu.device.node)}"
+            return on_node_out_of_use(ledger, gpu.device.node)
         case GpuState.FOREIGN:
             return _why_foreign(reading, policy)
         case _:
             return None
 
 
-def _out_of_use(ledger: Ledger, name: str) -> str:
-    """What an administrator has made of a node, who that is, and why: "which is being drained by ada: new driver"."""
+def on_node_out_of_use(ledger: Ledger, name: str) -> str:
+    """What an administrator has made of a node, who that is, and why: "on node a, which is being drained by ada: new
+    driver"."""
     node = ledger.nodes[name]
     if node.mode is NodeMode.ACTIVE:
-        return "which leaves"
+        return f"on node {name}, which leaves"
     by = f" by {node.mode_by}" if node.mode_by else ""
-    return f"which {_MODES[node.mode]}{by}{f': {node.mode_reason}' if node.mode_reason else ''}"
+    return f"on node {name}, which {_MODES[node.mode]}{by}{f': {node.mode_reason}' if node.mode_reason else ''}"
 
 
 def _why_foreign(reading: GpuReading | None, policy: Policy) -> str:

@@ -57,7 +57,9 @@ def _of_model(demand: Demand, gpus: list[GpuRecord]) -> tuple[list[GpuRecord], s
         return gpus, ""
     fitting = [gpu for gpu in gpus if demand.gpu_model.lower() in (gpu.device.name or "").lower()]
     models = ", ".join(sorted({gpu.device.name or "an unknown model" for gpu in gpus}))
-    return fitting, "" if fitting else f"No GPU's name contains {demand.gpu_model}; the models are: {models}."
+    where = "" if demand.node is None else f" on node {demand.node}"
+    said = f"No GPU{where} has {demand.gpu_model} in its name; the models{where and ' there'} are: {models}."
+    return fitting, "" if fitting else said
 
 
 def _of_size(demand: Demand, gpus: list[GpuRecord]) -> tuple[list[GpuRecord], str]:

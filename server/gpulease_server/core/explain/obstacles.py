@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from gpulease_protocol.durations import LONGEST_S
 from gpulease_protocol.explanation import Obstacle
 from gpulease_protocol.model import Demand, GpuState, Lease, Liveness
-from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
+from gpulease_server.core.explain.gpu_reasons import on_node_out_of_use, why_not_free, why_reserved
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, observed_at, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants
@@ -158,7 +158,10 @@ def _end(ledger: Ledger, record: LeaseRecord, now: Instant) -> tuple[datetime | 
 
 
 def _cordoned_later(ledger: Ledger, gpu: GpuRecord) -> str:
-    return ", and cordoned after that" if gpu.lease_id is not None and is_cordoned(ledger, gpu) else ""
+    """Why a GPU cannot be had after its lease either; empty where it can."""
+    if gpu.lease_id is None or not is_cordoned(ledger, gpu):
+        return ""
+    return ", and cordoned after that" if gpu.cordoned else f", and {on_node_out_of_use(ledger, gpu.device.node)}"
 
 
 def _held_or_worse(ledger: Ledger, gpu: GpuRecord, state: GpuState, sentence: str) -> Obstacle:
