@@ -215,6 +215,15 @@ def test_a_gang_gets_none_of_them_and_is_told() -> None:
     assert here.ledger.jobs[own].job.state.value == "starting"
 
 
+def test_a_short_request_is_told_that_no_time_fits_before_a_window_that_begins_soon() -> None:
+    here = world(gpus=1)
+    here.reserve(uuid(0), user="ada", after_s=120.0)
+    waits = ask(here, user="bob", time_s=30.0)
+    assert "What others run there must end 7 min before that: it is too late for any." in why(here, waits)
+    here.pass_time(121.0)
+    assert "must end" not in why(here, waits)
+
+
 def test_a_job_is_closed_out_unless_its_time_fits() -> None:
     here = world(gpus=1)
     here.reserve(uuid(0), user="ada")

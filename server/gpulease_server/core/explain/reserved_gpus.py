@@ -54,7 +54,8 @@ def describe_reservation(entry: Reservation) -> str:
 def _time_to_declare(lease: Lease, entry: Reservation, now: datetime) -> str:
     left_s = (entry.from_at - now).total_seconds() - END_MARGIN_S - ASKING_S
     if left_s < MIN_TIME_S:
-        return ""
+        too_late = f" What others run there must end {duration(END_MARGIN_S)} before that: it is too late for any."
+        return too_late if now < entry.from_at else ""
     name = "`time_s` (`--time`)" if lease.job_id is None else "`timeout_s` (`--timeout`)"
     time_s = lease.demand.time_s
     says = "declares no time" if time_s is None else f"may take {duration(time_s)}"
