@@ -94,6 +94,13 @@ def test_a_server_that_is_not_there_is_said_without_the_password() -> None:
     assert "--database-url" in str(refused.value.remedy)
 
 
+def test_a_password_with_special_characters_is_to_be_encoded() -> None:
+    with pytest.raises(DatabaseUnusable) as refused:
+        upgrade(f"postgresql://gl:{PASSWORD}@:/x@h/d")
+    assert PASSWORD not in f"{refused.value} {refused.value.remedy}"
+    assert "%40 for @" in str(refused.value.remedy)
+
+
 @pytest.mark.parametrize(
     ("url", "message", "remedy"),
     [
@@ -105,6 +112,7 @@ def test_a_server_that_is_not_there_is_said_without_the_password() -> None:
         ("postgresql://h/d", "permission denied for schema public", "OWNER TO"),
         ("postgresql://h/d", 'FATAL:  database "gpulease" does not exist', "createdb"),
         ("postgresql://h/d", 'root certificate file "/root/.postgresql/root.crt" does not exist', "sslrootcert="),
+        ("postgresql://h/d", 'server certificate for "db1" does not match host name "h"', "sslmode=verify-ca"),
         ("postgresql://h/d", 'FATAL:  role "gpulease" does not exist', "createuser"),
         ("postgresql://h/d", 'too many connections for role "gpulease"', "CONNECTION LIMIT"),
         ("postgresql://h/d", "sorry, too many clients already", "max_connections"),

@@ -18,6 +18,7 @@ from gpulease_protocol.errors import GpuleaseError
 from gpulease_server.store import dialects, tables
 
 EXAMPLE = "Use sqlite:////absolute/path/gpulease.db or postgresql://user@host/database"
+_ENCODED = "In a user or password, write special characters with a percent sign, such as %40 for @; or set PGPASSWORD."
 MIGRATION_LOCK = 0x67707565_61736501
 """Key of the advisory lock of a migration."""
 MIGRATION_S = 600
@@ -42,7 +43,7 @@ def parse_url(url: str) -> URL:
     except (ArgumentError, ValueError) as error:
         scheme, separator, _ = url.partition("://")
         shape = f"{scheme}://..." if separator else "it"
-        raise DatabaseUnusable(f"{shape} is not a database URL.", remedy=EXAMPLE) from error
+        raise DatabaseUnusable(f"{shape} is not a database URL.", remedy=f"{EXAMPLE}. {_ENCODED}") from error
     if made.drivername in _NAMES:
         return made.set(drivername="postgresql+psycopg")
     if made.get_backend_name() != dialects.SQLITE:
@@ -97,6 +98,7 @@ _POSTGRESQL_REMEDIES = {
     "connection slots": _CONNECTIONS,
     "too many connections": "End other clients, or raise the CONNECTION LIMIT of the role or the database.",
     "permission denied for schema": "Make this user the owner: ALTER DATABASE name OWNER TO user",
+    "does not match host name": "Give the name in the server's certificate, or check only its authority: ?sslmode=verify-ca",
     "certificate": "Name the server's authority in --database-url: ?sslmode=verify-full&sslrootcert=/path/to/ca.pem",
     "does not exist": "Create it on the server: createuser USER, createdb --owner=USER NAME; or check --database-url.",
     "read-only transaction": "This server is a replica or read-only: give the address of the primary server.",
