@@ -87,6 +87,17 @@ def test_an_endless_outage_is_not_retried_forever(daemon: FakeDaemon, client: Cl
         assert time.monotonic() - begun < 2 + stalled_s()
 
 
+@pytest.mark.alone
+def test_an_outage_is_waited_out_no_longer_than_the_wait_lasts(daemon: FakeDaemon) -> None:
+    with stalls() as stalled_s, Client(daemon.url) as client:
+        client.gpus()
+        daemon.stop()
+        begun = time.monotonic()
+        with pytest.raises(DaemonUnavailable):
+            client.lease(1, wait_s=1.5)
+        assert time.monotonic() - begun < 8 + stalled_s(), "not retry_s, which is 30 s"
+
+
 def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: FakeDaemon, client: Client, until) -> None:
     daemon.free = False
     held: list[object] = []

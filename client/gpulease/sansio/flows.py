@@ -166,7 +166,8 @@ class Flows:
                     lease = yield from self._acquire_now(replace(request, queue=False), key, shared)
                 else:
                     # Get the id before waiting, so that the request can be withdrawn whatever interrupts the wait.
-                    lease = yield from self._request(endpoints.request_lease(request, key), self._retry_s, shared)
+                    retry_s = max(self._short_retry_s, min(self._retry_s, wait_s))
+                    lease = yield from self._request(endpoints.request_lease(request, key), retry_s, shared)
                 if not _settled(lease):
                     if on_queued is not None:
                         on_queued(lease)
