@@ -109,9 +109,15 @@ def install(program: click.Command) -> None:
         click.echo(f"Add this line to ~/.zshrc, after compinit, and start a new shell:\n  {ZSH_LINE}")
         return
     variable, below_home, name = SCRIPTS[shell]
-    path = Path(os.environ.get(variable) or Path.home() / below_home) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_script(program, shell))
+    try:
+        path = Path(os.environ.get(variable) or Path.home() / below_home) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_script(program, shell))
+    except (OSError, RuntimeError) as error:  # RuntimeError: no HOME, and the system does not know this user
+        raise InvalidRequest(
+            f"The completion script was not written: {error}.".replace("..", "."),
+            remedy=f"Set {variable} to a directory of your own, or keep what `gpulease --show-completion` prints.",
+        ) from None
     note = " (needs the package bash-completion)" if shell == "bash" else ""
     click.echo(f"{path} completes gpulease in new shells{note}.")
 

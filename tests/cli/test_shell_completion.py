@@ -106,3 +106,16 @@ def test_fish_offers_words_with_what_they_are(before: str, after: str, node: str
     offered = [line.split("\t")[0] for line in done.stdout.splitlines()]
     last = after.format(node=node).split()[-1]
     assert [word for word in offered if word.startswith(last)], done.stderr
+
+
+def test_a_completion_that_cannot_be_installed_says_what_to_do(tmp_path: Path) -> None:
+    """It was a traceback, as for a user whose home directory does not exist."""
+    (tmp_path / "file").touch()
+    words = [sys.executable, "-m", "gpulease_cli", "--install-completion"]
+    own = {name: value for name, value in environ().items() if name != "XDG_DATA_HOME"}
+    done = subprocess.run(
+        words, env=own | {"SHELL": "bash", "HOME": str(tmp_path / "file")}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "why: The completion script was not written: " in done.stderr
+    assert "do:  Set XDG_DATA_HOME to a directory of your own, or keep what" in done.stderr
