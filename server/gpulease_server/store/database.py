@@ -98,7 +98,7 @@ _POSTGRESQL_REMEDIES = {
     "connection slots": _CONNECTIONS,
     "too many connections": "End other clients, or raise the CONNECTION LIMIT of the role or the database.",
     "permission denied for schema": "Make this user the owner: ALTER DATABASE name OWNER TO user",
-    "does not match host name": "Give the name that its certificate has, or check only its authority: ?sslmode=verify-ca",
+    "does not match host name": "Give the name in its certificate, or check the authority alone: ?sslmode=verify-ca",
     "certificate": "Name the server's authority in --database-url: ?sslmode=verify-full&sslrootcert=/path/to/ca.pem",
     "does not exist": "Create it on the server: createuser USER, createdb --owner=USER NAME; or check --database-url.",
     "read-only transaction": "This server is a replica or read-only: give the address of the primary server.",
