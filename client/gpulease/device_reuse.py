@@ -117,6 +117,8 @@ class DeviceRegistry:
         self._thread_warned = False
         self.restored_mask = False
         """True once a mask that a call had set was taken back."""
+        self.gave_back_at_s = float("-inf")
+        """When this process last gave devices back, monotonic."""
         os.register_at_fork(after_in_child=self._unlock)
 
     @contextmanager

@@ -65,6 +65,8 @@ LOG = logging.getLogger("gpulease")
 
 MAX_SHARED_KEYS, MAX_FORKED_KEYS = 8, 1000
 """How many leases the ranks of one launcher may take, one after the other; a notebook launches many runs."""
+DRAIN_S = 2.0
+"""How long a call that does not wait does so after this process gave GPUs back: they are not free before a reading."""
 
 
 def find_devices(
@@ -77,7 +79,7 @@ def find_devices(
     reuse: bool,
 ) -> list[int]:
     """Reserve usable GPUs and return their CUDA ordinals, as `gpulease.find_usable_cuda_devices` documents."""
-    wait_s = resolved_wait_s(wait_s, 0.0)
+    wait_s = resolved_wait_s(wait_s, max(0.0, REGISTRY.gave_back_at_s + DRAIN_S - time.monotonic()))
     until_s = time.monotonic() + wait_s
     if not reuse:
         visible = visible_devices(num_devices, requirements, client, until_s)
@@ -114,8 +116,8 @@ def release() -> tuple[HeldLease, ...]:
     So it does with what blocks of `usable_cuda_devices` have left to later ones. Returns the leases that it gave back:
     none if nothing is held, in a forked child, and in the ranks of a launcher, whose lease is that of all.
     CUDA_VISIBLE_DEVICES and the variables of the lease are as before, so that the next call of
-    `find_usable_cuda_devices` may find other GPUs. If CUDA is initialized, it keeps memory on the GPUs, and no one else
-    gets them before this process ends: a warning says so.
+    `find_usable_cuda_devices` may find the same GPUs, for which it waits 2 s at most, or others. If CUDA is
+    initialized, it keeps memory on the GPUs, and no one else gets them before this process ends: a warning says so.
 
     If no daemon answers, this process repeats the release until one does.
     """
@@ -128,6 +130,8 @@ def release() -> tuple[HeldLease, ...]:
         found.lease.__exit__(None, None, None)
     if given_back and not reserved_leases():
         REGISTRY.restore_environment()
+    if given_back or kept:
+        REGISTRY.gave_back_at_s = time.monotonic()
     for found in in_use:
         LOG.warning(
             "CUDA is initialized in this process and may keep memory on %s: no one else gets them before it ends.",

@@ -161,7 +161,7 @@ def opened(settings: ServeSettings, data_dir: Path) -> Iterator[Listeners]:
         if local:
             path = Path(os.fsdecode(local[0].getsockname()))
         else:
-            path = settings.socket or data_dir / "gpulease.sock"
+            path = (settings.socket or data_dir / "gpulease.sock").absolute()
             local = [stack.enter_context(listen_unix(path, int(settings.socket_mode, 8)))]
             stack.callback(path.unlink, missing_ok=True)
         yield Listeners(local[0], path, tcp, missing)

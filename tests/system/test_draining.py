@@ -222,6 +222,17 @@ def known_to_its_worker(running: DaemonProcess, held: dict[str, Any]) -> None:
     eventually(lambda: path.exists() and held["id"] in path.read_text(), 30)
 
 
+def test_a_process_that_gave_its_gpus_back_may_find_them_again_at_once(tmp_path: Path) -> None:
+    """As a notebook does, and without a wait: they drain for as long as a reading takes."""
+    again = "import gpulease as g; print([(g.find_usable_cuda_devices(2), len(g.release()))[0] for _ in range(5)])"
+    with daemon(tmp_path, "--simulate", "2") as running:
+        environment = os.environ | {"GPULEASE_URL": running.url}
+        ran = subprocess.run(
+            [sys.executable, "-c", again], env=environment, capture_output=True, text=True, check=False
+        )
+    assert ran.stdout.strip() == str([[0, 1]] * 5), ran.stderr
+
+
 def test_a_gpu_drains_while_what_its_lease_left_has_its_device_file_open(
     tmp_path: Path, devices: tuple[Path, Path]
 ) -> None:

@@ -13,26 +13,32 @@ import pytest
 
 from gpulease_server import local_worker
 from gpulease_server.local_worker import LocalWorker
-from tests.daemon import DaemonProcess, eventually, workers_of
+from tests.daemon import DaemonProcess, daemon, eventually, workers_of
 
 
 def test_the_first_report_waits_until_the_daemon_serves(tmp_path: Path) -> None:
     # Executed, not forked: the worker has read its GPUs before the daemon has imported what serves.
-    daemon = DaemonProcess(tmp_path / "d", "--simulate", "1", environment={"PYTHONUNBUFFERED": "1"})
-    daemon.start()
+    started = DaemonProcess(tmp_path / "d", "--simulate", "1", environment={"PYTHONUNBUFFERED": "1"})
+    started.start()
     try:
-        assert daemon.process is not None
-        pid = daemon.process.pid
+        assert started.process is not None
+        pid = started.process.pid
         (first,) = workers_of(pid)
         first.kill()
-        eventually(lambda: [one.pid for one in workers_of(pid)] not in ([], [first.pid]), 60, daemon.story)
+        eventually(lambda: [one.pid for one in workers_of(pid)] not in ([], [first.pid]), 60, started.story)
         (second,) = workers_of(pid)
     finally:
-        daemon.stop()
+        started.stop()
     assert not second.is_running()
-    before, restarted, _ = daemon.output.read_text().partition("ended with code -9; starting it again")
+    before, restarted, _ = started.output.read_text().partition("ended with code -9; starting it again")
     assert restarted
     assert "cannot report" not in before
+
+
+def test_its_socket_may_be_a_relative_path(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--simulate", "1", "--socket", os.path.relpath(tmp_path / "s.sock")) as running:
+        assert running.gpu_states() == ["free"], "its worker reports"
+    assert not (tmp_path / "s.sock").exists()
 
 
 @pytest.fixture
