@@ -228,10 +228,10 @@ def test_ctrl_c_between_a_grant_and_its_holder_gives_the_lease_back(
 
     def counts(frame: FrameType) -> bool:
         is_received = bool(daemon.leases) and frame.f_code.co_filename.endswith(("/flows.py", "/lease.py"))
-        return is_received and not any("gpulease-renew" in one.name for one in threading.enumerate())
+        return is_received and not any("gpulease-renew" in one.name for one in set(threading.enumerate()) - earlier)
 
     held: list[HeldLease] = []
-    before = set(_held_leases)
+    earlier, before = set(threading.enumerate()), set(_held_leases)
     for at in itertools.count():
         daemon.leases.clear()
         if not is_interrupted(lambda: held.append(client.lease(1, wait_s=wait_s)), at, counts):

@@ -117,6 +117,7 @@ class JobReconciler:
         node = None if self._settings is None else self._settings.node
         for job in self._jobs.values():
             if job.pidfd is not None and None not in (node, job.node) and job.node != node:
+                self.close()
                 raise JobsOfAnotherNode(job.name, str(job.node))
 
     def reports(self) -> tuple[JobReport, ...]:
