@@ -80,6 +80,9 @@ def test_a_page_that_stays_open_follows_a_restored_database(browser: Browser, tm
         shutil.copyfile(copy, database)
         running.start()
 
+        # It has the events that there are, and begins the stream after those.
+        expect(watched.page.locator("#events li").filter(has_text="lost")).to_have_count(0)
+        expect(watched.page.locator("#events li").filter(has_text="node ready")).to_have_count(2)
         made = ask(running, count=1, label="after the restore", ttl_s=3600)
         assert running.get("/v1/events?order=desc&limit=1").json["items"][0]["seq"] < last
         for page in (watched.page, other):

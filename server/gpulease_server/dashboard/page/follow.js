@@ -296,12 +296,13 @@ export class Follow {
     }
   }
 
-  /** The stream is at this event. Those before it are fetched once. */
+  /** The stream is at this event. Those before it are fetched once, and again where the stream does not continue. */
   reached(id) {
     if (Number(id) < Number(this.lastId)) this.forgetPosition(); // of an older database; another window was told so
+    const begins = this.lastId === null;
     this.lastId = id;
     this.streaming = true;
-    if (!this.recalled) this.want(EVENTS);
+    if (begins || !this.recalled) this.want(EVENTS);
   }
 
   /** The stream cannot continue where it was: the database may be another one, with other events of the same numbers. */
