@@ -72,13 +72,23 @@ def test_leases_are_found_by_when_they_held_which_gpu(api: DaemonProcess) -> Non
     queued = api.call("POST", "/v1/leases", {"count": 4, "queue": True}).json
     ended = quote(api.get(f"/v1/leases/{first['id']}").json["ended_at"])
     begun = quote(second["granted_at"])
-    assert {first["id"], second["id"]} & set(lease_ids(api, f"from={begun}")) == {second["id"]}
-    assert {first["id"], second["id"]} & set(lease_ids(api, f"to={begun}")) == {first["id"]}
-    assert second["id"] in lease_ids(api, f"from={ended}&to=2999-01-01T00:00:00Z")
-    assert queued["id"] not in lease_ids(api, "from=2000-01-01T00:00:00Z")
+    assert {first["id"], second["id"]} & set(lease_ids(api, f"overlaps={begun}/..")) == {second["id"]}
+    assert {first["id"], second["id"]} & set(lease_ids(api, f"overlaps=../{begun}")) == {first["id"]}
+    assert second["id"] in lease_ids(api, f"overlaps={ended}/2999-01-01T00:00:00Z")
+    assert second["id"] not in lease_ids(api, "overlaps=2000-01-01/2001-01-01T02:00:00%2B02:00")
+    assert queued["id"] not in lease_ids(api, "overlaps=2000-01-01T00:00:00Z/..")
     (gpu,) = second["gpus"]
     of_gpu = lease_ids(api, f"gpu={gpu['uuid']}")
     assert of_gpu[0] == second["id"]
     assert (first["id"] in of_gpu) == (first["gpus"] == second["gpus"])
     assert lease_ids(api, "gpu=GPU-none") == []
-    assert api.call("GET", "/v1/leases?from=yesterday").problem() == (422, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    "interval",
+    ["yesterday/..", "2026-11-23", "/", "2026-11-23/", "2026-11-24/2026-11-23", "1700000000/..", "2026-11-23/..//.."],
+)
+def test_an_interval_that_is_none_is_refused_with_how_to_write_one(api: DaemonProcess, interval: str) -> None:
+    refused = api.call("GET", f"/v1/leases?overlaps={interval}")
+    assert refused.problem() == (422, "invalid_request")
+    assert "2026-11-23T18:00:00Z/2026-11-24T18:00:00Z" in refused.json["remedy"]

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 from fastapi import Query
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from gpulease_protocol.errors import InvalidRequest
 
@@ -24,13 +24,15 @@ PeriodEnd = Annotated[
     Moment | None, Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now.")
 ]
 
+_moment: TypeAdapter[datetime] = TypeAdapter(Moment)
+
 
 def in_utc(moment: datetime) -> datetime:
     """The moment in UTC. Raises InvalidRequest at the ends of the calendar."""
     try:
         return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
     except OverflowError:
-        raise InvalidRequest("from, to: must be after the year 1 and before the year 9999.") from None
+        raise InvalidRequest("A time in the query must be after the year 1 and before the year 9999.") from None
 
 
 def begin_and_end(
@@ -46,3 +48,19 @@ def begin_and_end(
     if begin >= end:
         raise InvalidRequest("from: must be before to, and before now.")
     return begin, end
+
+
+def parse_interval(parameter: str, interval: str) -> tuple[datetime | None, datetime | None]:
+    """Begin and end of an interval `FROM/TO` of ISO 8601, in UTC; None for an end that is open (`..`). Raises
+    InvalidRequest unless it begins before it ends."""
+    begin, slash, end = interval.partition("/")
+    try:
+        from_at, to_at = (None if one == ".." else in_utc(_moment.validate_python(one)) for one in (begin, end))
+    except ValidationError:
+        slash = ""
+    if not slash or (from_at and to_at and from_at >= to_at):
+        raise InvalidRequest(
+            f"{parameter}: must be two times in ISO 8601 with a slash between, the earlier one first.",
+            remedy="Write 2026-11-23T18:00:00Z/2026-11-24T18:00:00Z, and `..` for an open end: 2026-11-23/..",
+        )
+    return from_at, to_at

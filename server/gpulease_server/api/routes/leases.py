@@ -40,7 +40,7 @@ from gpulease_server.api.streams.long_poll import (
     link_to_next,
     wait_until,
 )
-from gpulease_server.api.time_parameters import Moment, in_utc
+from gpulease_server.api.time_parameters import parse_interval
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.forecast.expected_start import explain_expected_start, with_expected_start
 from gpulease_server.core.happenings import (
@@ -199,17 +199,19 @@ async def list_leases(
     gpu: Annotated[
         str | None, Query(description="Only leases that have or had the GPU with this UUID.", pattern=UUID_PATTERN)
     ] = None,
-    from_at: Annotated[
-        Moment | None, Query(alias="from", description="Only leases that held GPUs after this time, ISO 8601.")
-    ] = None,
-    to_at: Annotated[
-        Moment | None, Query(alias="to", description="Only leases that held GPUs before this time, ISO 8601.")
+    overlaps: Annotated[
+        str | None,
+        Query(
+            description="Only leases that held GPUs in this interval, FROM/TO in ISO 8601; `..` is an open end.",
+            max_length=MAX_NAME,
+        ),
     ] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[Lease]:
     """Leases, newest first."""
     states, after = [item.value for item in state or ()], cursor_number(cursor)
+    from_at, to_at = (None, None) if overlaps is None else parse_interval("overlaps", overlaps)
     records, number = await asyncio.to_thread(
         daemon.store.leases,
         states,
@@ -221,8 +223,8 @@ async def list_leases(
         node=node,
         job=job,
         gpu=gpu,
-        from_at=None if from_at is None else in_utc(from_at),
-        to_at=None if to_at is None else in_utc(to_at),
+        from_at=from_at,
+        to_at=to_at,
         known=daemon.ledger.leases,
     )
     starts = await expected_starts(daemon, records)
