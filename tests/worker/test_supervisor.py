@@ -18,7 +18,7 @@ from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_worker.jobs import job_records, reconciler
 from tests.ports import free_port
 from tests.worker.build import furnished, kill, living, number_in, order, python, spec, supervising, until
-from tests.worker.play import DEADLINE_S, Worker, play
+from tests.worker.play import DEADLINE_S, Worker, play, soon
 
 RANK = """
 import json, os, sys
@@ -180,6 +180,21 @@ def test_a_job_that_sigstop_has_stopped_ends_as_any_other_when_it_is_told_to(tmp
             report = await worker.end_of(order("j", job.spec, lease=job.lease_id, stop=True, grace_s=30.0))
         assert (report.exit_code, report.reason) == (9, "It was stopped on request.")
         assert log_of(report, "launcher.log") == f"{pid}\nsaved\n"
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_stops_its_supervisor_keeps_its_time_limit(tmp_path: Path) -> None:
+    job = order("j", spec("sh", "-c", "kill -STOP $PPID; exec sleep 600", timeout_s=2.0))
+
+    async def story(worker: Worker) -> None:
+        def has_ended() -> bool:
+            worker.jobs.reconcile([job])
+            return worker.jobs.reports()[0].state is RunState.EXITED
+
+        await soon(has_ended, "it has ended")
+        (report,) = worker.jobs.reports()
+        assert (report.timed_out, report.reason) == (True, "It ran longer than its time limit of 2 s.")
 
     play(tmp_path, story)
 

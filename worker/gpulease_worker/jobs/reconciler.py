@@ -152,6 +152,7 @@ class JobReconciler:
         before = self.reports()
         for job in self._jobs.values():
             job.read_unkillable()
+            self._supervisors.signal(job, signal.SIGCONT)  # no job evades its time limit by stopping its supervisor
         ordered = {_attempt(order) for order in orders}
         self._prepare(orders)
         for order in orders:
@@ -360,7 +361,6 @@ class JobReconciler:
         told = job.stop
         if told is not None and told.grace_s <= stop.grace_s:
             if (stop.again or not told.again) and (stop.failure is None) == (told.failure is None):
-                self._supervisors.signal(job, signal.SIGCONT)
                 return
             stop = replace(stop, grace_s=told.grace_s)
         try:
