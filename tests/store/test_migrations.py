@@ -146,6 +146,7 @@ def test_a_database_with_tables_of_something_else_is_left_alone(empty_url: str, 
     assert list(shape(engine)) == ["job"]
 
 
+@pytest.mark.slow
 def test_every_migration_goes_up_and_down_with_rows(empty_url: str, engine: Engine) -> None:
     migrate(empty_url, REVISIONS[0])
     fill(engine)
