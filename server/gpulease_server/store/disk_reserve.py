@@ -31,6 +31,7 @@ from pathlib import Path
 from sqlalchemy import Engine
 
 from gpulease_server.store.file_guard import descriptor_of
+from gpulease_server.store.log_limit import LogLimit
 
 log = logging.getLogger("gpulease.store")
 
@@ -55,17 +56,21 @@ class DiskReserve:
     def __init__(self, engine: Engine) -> None:
         name = engine.url.database
         self._file = Path(os.path.realpath(name)) if engine.dialect.name == "sqlite" and name else None
+        self._log_limit = LogLimit(engine, Path(f"{self._file}-wal")) if self._file is not None else None
         self._unsupported = False
         self.is_short = False
         """True while the whole reserve cannot be allocated, because the disk is full."""
 
     def top_up(self) -> None:
-        """Allocate what is missing of the reserve, and note whether that succeeded. Raises nothing."""
-        if self._file is None or self._unsupported:
+        """Shorten a log that is too long, allocate what is missing of the reserve, and note whether that succeeded.
+        Raises nothing."""
+        if self._file is None or self._log_limit is None:
+            return
+        self._log_limit.keep()
+        if self._unsupported:
             return
         was_short, self.is_short = self.is_short, False
-        log_file = self._file.with_name(f"{self._file.name}-wal")
-        for path, size_bytes in ((self._file, DATABASE_RESERVE_BYTES), (log_file, LOG_RESERVE_BYTES)):
+        for path, size_bytes in ((self._file, DATABASE_RESERVE_BYTES), (self._log_limit.file, LOG_RESERVE_BYTES)):
             with suppress(FileNotFoundError):  # the log is made by the first commit
                 self._allocate(path, size_bytes)
         if self.is_short and not was_short:
