@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +17,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, inspect, text
 
 from gpulease_protocol.model import NodeMode
+from gpulease_server.runtime.leadership import lock, takeover
 from gpulease_server.runtime.leadership.lock import AlreadyRunning, writer_lock
 from gpulease_server.runtime.leadership.takeover import upgrade_alone
 from gpulease_server.store.database import (
@@ -229,6 +232,31 @@ def test_the_schema_is_not_upgraded_under_a_daemon_that_runs(database_url: str) 
         assert revisions(database_url)[0] == "0033"
     upgrade_alone(database_url)
     assert revisions(database_url)[0] == known_revisions()[-1]
+
+
+def test_no_daemon_takes_over_while_an_upgrade_takes_long(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older daemon would work with the schema that is being changed. The server ends an idle session with a lock."""
+    monkeypatch.setattr(lock, "SESSION_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(lock, "PING_S", 0.1)
+    begun, ending = threading.Event(), threading.Event()
+
+    def migrating(_: str) -> None:
+        begun.set()
+        ending.wait(30)
+
+    monkeypatch.setattr(takeover, "upgrade", migrating)
+    migrate(postgres_url, "0033")
+    upgrading = threading.Thread(target=upgrade_alone, args=(postgres_url,))
+    upgrading.start()
+    try:
+        assert begun.wait(30)
+        until_s = time.monotonic() + 2 * lock.SESSION_TIMEOUT_S
+        while time.monotonic() < until_s:
+            with closing(writer_lock(postgres_url)) as daemon:
+                assert daemon.try_acquire() is not None
+    finally:
+        ending.set()
+        upgrading.join()
 
 
 def test_a_database_of_a_newer_version_is_refused(database_url: str) -> None:

@@ -43,6 +43,7 @@ def upgrade_alone(url: str) -> None:
         # Without its file there is no daemon. It is the daemon's to make: another user's would keep the daemon out.
         if not isinstance(lock, FileLock) or lock.path.exists():
             acquire_or_raise(lock)
+            lock.keep_alive(lambda: None)
         if file is not None:
             with contextlib.closing(Store(url)) as store:
                 start_on_backup(store.engine, file)
