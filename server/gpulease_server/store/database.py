@@ -90,6 +90,10 @@ _WHO = (
     "Check the user and the password: --database-url, PGPASSWORD, ~/.pgpass. For the system's daemon they belong in"
     " /etc/gpulease/environment."
 )
+_OWNER = (
+    "Another user owns the tables: name that one in --database-url, or give them to this one: ALTER TABLE name OWNER TO"
+    " user, for each."
+)
 _CONNECTIONS = "End other clients of the server, or raise its max_connections."
 _POSTGRESQL_REMEDIES = {
     "authentication failed": _WHO,
@@ -98,6 +102,11 @@ _POSTGRESQL_REMEDIES = {
     "connection slots": _CONNECTIONS,
     "too many connections": "End other clients, or raise the CONNECTION LIMIT of the role or the database.",
     "permission denied for schema": "Make this user the owner: ALTER DATABASE name OWNER TO user",
+    "permission denied for table": _OWNER,
+    "must be owner of": _OWNER,
+    "no schema has been selected": "Its search_path names no schema that exists: ALTER ROLE user RESET search_path",
+    "lock timeout": "Another program uses the tables, such as pg_dump or an upgrade: try again when it has ended.",
+    "No space left": "The disk of the server is full: free some space there, then try again.",
     "does not match host name": "Give the name in its certificate, or check the authority alone: ?sslmode=verify-ca",
     "certificate": "Name the server's authority in --database-url: ?sslmode=verify-full&sslrootcert=/path/to/ca.pem",
     "does not exist": "Create it on the server: createuser USER, createdb --owner=USER NAME; or check --database-url.",
