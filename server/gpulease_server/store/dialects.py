@@ -36,6 +36,7 @@ KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count":
 """TCP options of libpq: a dead peer is noticed within about ten seconds."""
 
 # `off` is not durable, so it becomes `on`; stronger settings of the administrator, such as remote_apply, stay.
+# `transaction_timeout`, from version 17 on, would end a migration, or the reading of a large ledger, again and again.
 _SESSION = f"""
 SET lock_timeout = {LOCK_MS};
 SET statement_timeout = {STATEMENT_MS};
@@ -43,6 +44,7 @@ SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS};
 SET timezone = 'UTC';
 SET datestyle = 'ISO';
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off';
+SELECT set_config('transaction_timeout', '0', false) WHERE current_setting('transaction_timeout', true) <> '0';
 """
 
 
