@@ -15,18 +15,19 @@ from typing import cast
 
 import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, IntegrityError, OperationalError
 
 from gpulease_protocol.model import Event
 from gpulease_server.api.problems import expected_error
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.serving import Serving
-from gpulease_server.store import dialects, gpu_metrics_table, tables
+from gpulease_server.store import dialects, gpu_metrics_table, migrations, tables
 from gpulease_server.store.database import (
     DatabaseUnusable,
     connect,
     database_file,
+    migrate,
     parse_url,
     redacted,
     unusable_error,
@@ -213,6 +214,15 @@ def test_a_time_limit_of_transactions_ends_no_migration(postgres: PostgresServer
         assert connection.execute(text("SELECT 1 FROM pg_sleep(0.3)")).scalar() == 1
     engine.dispose()
     postgres.drop(url)
+
+
+def test_a_migration_that_loses_its_connection_says_why(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(connection: Connection, *_: object) -> None:
+        connection.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+
+    monkeypatch.setattr(migrations, "run_migrations", lose)
+    with pytest.raises(DatabaseUnusable, match="terminating connection due to administrator command"):
+        migrate(postgres_url, "0033")
 
 
 @pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])

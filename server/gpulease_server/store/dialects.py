@@ -135,7 +135,7 @@ def schema_change(engine: Engine, lock: int, most_s: int) -> Iterator[Connection
         try:
             yield connection
         finally:
-            if engine.dialect.name == POSTGRESQL:
+            if engine.dialect.name == POSTGRESQL and not connection.invalidated:
                 connection.detach()  # its longer time-out must not return to the pool
 
 
