@@ -1,4 +1,4 @@
-"""The write-ahead log of SQLite stays short, whoever reads meanwhile."""
+"""The write-ahead log of SQLite stays short while others read."""
 
 from __future__ import annotations
 
