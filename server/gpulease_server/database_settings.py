@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from urllib.parse import quote
 
 from gpulease_protocol.host.addresses import default_data_dir
 from gpulease_protocol.host.settings import Declaration
@@ -13,7 +15,12 @@ DATA = "Data"
 
 def default_database_url(data_dir: Path) -> str:
     """The database of a daemon that is given none."""
-    return f"sqlite:///{data_dir.absolute() / 'gpulease.db'}"
+    return sqlite_url(data_dir / "gpulease.db")
+
+
+def sqlite_url(file: Path) -> str:
+    """The URL of an SQLite database, in which `%`, `?` and a space of its path are encoded."""
+    return f"sqlite:///{re.sub('[%? ]', lambda found: quote(found[0]), str(file.absolute()))}"
 
 
 DATABASE_URL = Declaration(

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from sqlalchemy import text
 
 from gpulease_server.commands import database as commands
+from gpulease_server.database_settings import default_database_url, sqlite_url
 from gpulease_server.runtime.leadership.takeover import take_over, upgrade_alone
 from gpulease_server.store import backup as backup_module
 from gpulease_server.store import integrity_check
@@ -197,6 +198,19 @@ def test_a_backup_that_fails_leaves_nothing(
     with pytest.raises(BackupFailed, match="No space"):
         backup(sqlite_url, tmp_path / "backups" / "copy.db")
     assert list((tmp_path / "backups").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "a b", "ä#@:b", "a&b=c"])
+def test_a_directory_may_have_any_name(tmp_path: Path, name: str) -> None:
+    place = tmp_path / name
+    place.mkdir()
+    url = default_database_url(place)
+    upgrade(url)
+    fill(url)
+    backup(url, place / f"{name}.db")
+    assert {file.name for file in place.iterdir()} == {"gpulease.db", f"{name}.db"}
+    assert list(tmp_path.iterdir()) == [place]
+    assert check_database(sqlite_url(place / f"{name}.db")) == []
 
 
 def test_a_backup_of_a_wrong_ledger_is_refused(sqlite_url: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from gpulease_protocol.host.config_file import SYSTEM
 from gpulease_protocol.host.settings import DATA_DIR
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Noun
-from gpulease_server.database_settings import DATABASE_URL, default_database_url
+from gpulease_server.database_settings import DATABASE_URL, default_database_url, sqlite_url
 
 DATABASE = setting_option("database_url", DATABASE_URL, str)
 DIRECTORY = setting_option("data_dir", DATA_DIR, Path)
@@ -106,7 +106,7 @@ def backup(file: Path, database_url: str | None, data_dir: Path | None) -> None:
     with needs_extra("server"):
         from gpulease_server.store.backup import backup as copy  # noqa: PLC0415 - an extra
     copy(_url(database_url, data_dir), file)
-    click.echo(f"{file} is a complete copy; to start a daemon on it: --database-url sqlite:///{file.absolute()}")
+    click.echo(f"{file} is a complete copy; to start a daemon on it: --database-url {sqlite_url(file)}")
 
 
 def _url(database_url: str | None, data_dir: Path | None) -> str:

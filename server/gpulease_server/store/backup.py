@@ -16,6 +16,7 @@ from pathlib import Path
 from sqlalchemy import inspect, update
 from sqlalchemy.exc import SQLAlchemyError
 
+from gpulease_server.database_settings import sqlite_url
 from gpulease_server.store import tables
 from gpulease_server.store.database import DatabaseUnusable, connect, database_file, redacted, unusable_error
 from gpulease_server.store.dialects import sqlite_connection
@@ -46,7 +47,7 @@ def backup(url: str, file: Path) -> None:
     try:
         partial.touch(mode=0o600, exist_ok=False)
         _copy(url, partial)
-        copy = f"sqlite:///{partial.absolute()}"
+        copy = sqlite_url(partial)
         found, newest = revisions(copy)
         # Before an upgrade the schema is an older one, of which only the file can be checked.
         wrong = check_database(copy) if found in {None, newest} else check_file(copy)
@@ -78,7 +79,7 @@ def _copy(url: str, partial: Path) -> None:
 
 
 def _skip_counters(partial: Path) -> None:
-    made = connect(f"sqlite:///{partial.absolute()}")
+    made = connect(sqlite_url(partial))
     try:
         with made.begin() as connection:
             connection.execute(update(tables.counter).values(value=tables.counter.c.value + COUNTER_SKIP))
