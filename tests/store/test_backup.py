@@ -28,6 +28,7 @@ from gpulease_server.store.integrity_check import check_database, revisions
 from gpulease_server.store.ledger_store import Store
 from tests.core.build import World
 from tests.databases import PASSWORD, PostgresServer
+from tests.small_disk import mounted
 from tests.store.test_ledger_store import busy_world, lasting, save
 
 NEXT = ("next_number", "next_token", "next_seq")
@@ -198,6 +199,15 @@ def test_a_backup_that_fails_leaves_nothing(
     with pytest.raises(BackupFailed, match="No space"):
         backup(sqlite_url, tmp_path / "backups" / "copy.db")
     assert list((tmp_path / "backups").iterdir()) == []
+
+
+def test_a_backup_on_a_full_disk_says_so_and_leaves_nothing(sqlite_url: str, tmp_path: Path) -> None:
+    fill(sqlite_url)
+    with mounted(tmp_path / "disk", 2**16) as disk:
+        with pytest.raises(BackupFailed, match="disk is full") as refused:
+            backup(sqlite_url, disk / "copy.db")
+        assert str(refused.value.remedy).endswith("its free space.")
+        assert list(disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["a?b", "a%20b", "a b", "ä#@:b", "a&b=c"])

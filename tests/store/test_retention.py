@@ -14,7 +14,6 @@ from sqlalchemy.event import listen
 from gpulease_protocol.model import JobState
 from gpulease_server.core.records import GpuRecord
 from gpulease_server.store import retention, tables
-from gpulease_server.store.dialects import sqlite_connection
 from gpulease_server.store.integrity_check import check_database
 from gpulease_server.store.ledger_store import Store, Superseded
 from gpulease_server.store.retention import (
@@ -302,7 +301,7 @@ def test_what_is_to_go_is_found_without_sorting_all_there_is(sqlite_url: str) ->
 
     def explain(connection: Any, _cursor: Any, statement: str, values: Any, *_: object) -> None:
         if statement.startswith(("SELECT", "DELETE")):
-            steps = sqlite_connection(connection).execute(f"EXPLAIN QUERY PLAN {statement}", values)
+            steps = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values)
             plans[statement] = [step[-1] for step in steps if "SUBQUERY" not in step[-1]]
 
     listen(store.engine, "before_cursor_execute", explain)

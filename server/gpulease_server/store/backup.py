@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gpulease_server.database_settings import sqlite_url
 from gpulease_server.store import tables
 from gpulease_server.store.database import DatabaseUnusable, connect, database_file, redacted, unusable_error
-from gpulease_server.store.dialects import sqlite_connection
+from gpulease_server.store.dialects import error_message, is_damaged
 from gpulease_server.store.file_guard import BACKUP_STAMP
 from gpulease_server.store.integrity_check import check_database, check_file, require_file, revisions
 
@@ -46,7 +46,14 @@ def backup(url: str, file: Path) -> None:
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         partial.touch(mode=0o600, exist_ok=False)
-        _copy(url, partial)
+        try:
+            _copy(url, partial)
+        except SQLAlchemyError as error:
+            if is_damaged(error):
+                raise
+            raise BackupFailed(
+                f"{file}: {error_message(error)}.", remedy="Check the directory of the backup and its free space."
+            ) from error
         copy = sqlite_url(partial)
         found, newest = revisions(copy)
         # Before an upgrade the schema is an older one, of which only the file can be checked.
@@ -64,16 +71,16 @@ def backup(url: str, file: Path) -> None:
     except SQLAlchemyError as error:
         raise unusable_error(url, error) from error
     finally:
-        for name in (partial, partial.with_name(f"{partial.name}-wal"), partial.with_name(f"{partial.name}-shm")):
+        for beside in ("", "-wal", "-shm", "-journal"):
             with contextlib.suppress(OSError):
-                name.unlink()
+                partial.with_name(f"{partial.name}{beside}").unlink()
 
 
 def _copy(url: str, partial: Path) -> None:
     engine = connect(url)
     try:
         with engine.connect() as connection:
-            sqlite_connection(connection).execute("VACUUM INTO ?", (str(partial.absolute()),))
+            connection.exec_driver_sql("VACUUM INTO ?", (str(partial.absolute()),))
     finally:
         engine.dispose()
 

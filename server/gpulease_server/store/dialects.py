@@ -226,9 +226,3 @@ def failure(error: BaseException) -> str:
         if is_damaged(error)
         else error_message(error)
     )
-
-
-def sqlite_connection(connection: Connection) -> sqlite3.Connection:
-    """The driver's connection to an SQLite database."""
-    own: sqlite3.Connection = connection.connection.driver_connection  # type: ignore[assignment]
-    return own
