@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from types import FrameType
@@ -46,6 +47,7 @@ from gpulease_server.runtime.retention import Pruner
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.settings import CommandVisibility, ServeSettings, Tls
 from gpulease_server.store.database import unusable_error
+from gpulease_server.store.dialects import READ_THREADS
 from gpulease_server.store.ledger_store import Store, Superseded
 from gpulease_server.store.retention import RetentionLimits
 
@@ -162,6 +164,7 @@ class Serving:
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_default_executor(reading_threads())
         parts: list[Callable[[], Awaitable[None]]] = [
             self._write,
             self.writer.keep_reserve,
@@ -259,6 +262,12 @@ def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
         timeout_keep_alive=75,
         backlog=BACKLOG,
     )
+
+
+def reading_threads() -> ThreadPoolExecutor:
+    """The threads in which routes read the database. By default a host with many processors has more of them than the
+    database has connections, and slow reads then kept the writer from its own."""
+    return ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
 
 
 async def _keep_running(part: Callable[[], Awaitable[None]]) -> None:

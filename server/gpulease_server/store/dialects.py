@@ -32,6 +32,8 @@ LOCK_MS, STATEMENT_MS, IDLE_IN_TRANSACTION_MS = 5_000, 10_000, 5_000
 """How long PostgreSQL lets a statement wait for a lock and run, and a transaction wait for its next statement."""
 POOL = {"pool_size": 10, "max_overflow": 10, "pool_timeout": 10, "pool_recycle": 1800, "pool_pre_ping": True}
 """Connections are tested before use, so that a restart of the server leaves no dead ones in the pool."""
+READ_THREADS = 10
+"""How many threads may read at a time: fewer than either pool has connections, so that the writer always finds one."""
 KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
 """TCP options of libpq: a dead peer is noticed within about ten seconds."""
 
