@@ -436,6 +436,36 @@ def test_with_a_stream_only_what_may_have_changed_is_requested(
     assert nodes >= most - 1
 
 
+def test_a_clock_that_is_set_back_stops_no_requests(modules: Path) -> None:
+    """A day back: the page asked again when the clock was where it had been, a day later."""
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        const newlines = String.fromCharCode(10, 10);
+        reply = (path, streams) => (streams ? stream("id: 7" + newlines) : undefined);
+        const watch = async (seconds) => {
+            const before = asked.length;
+            for (let second = 0; second < seconds; second += 1) {
+                await pass(1000);
+                follow.look();
+            }
+            return asked.slice(before).filter((path) => path.startsWith("v1/gpus")).length;
+        };
+        const now = Date.now;
+        Date.now = () => now() + 86_400_000;
+        follow.start();
+        const counts = [await watch(60)];
+        Date.now = now;
+        counts.push(await watch(60));
+        tell(counts);
+        """,
+        None,
+    )
+    before, after = said
+    assert after >= before - 1 > 0
+
+
 def test_requests_in_flight_end_with_the_page(modules: Path) -> None:
     said = in_node(
         modules,

@@ -42,6 +42,7 @@ const READINGS = ["gpus"];
 const HARDWARE = [...READINGS, "nodes"];
 const GRANTS = ["active", "queued"];
 const UNTOLD = [...HARDWARE, "active"]; // changes of these need not be events
+const NEVER = { readings: 0, untold: 0, everything: 0, history: 0 };
 const REFUSALS = [429, 503]; // earlier answers are still valid
 const CONCERNED = {
   gpu: HARDWARE,
@@ -64,8 +65,9 @@ export class Follow {
     this.callbacks = callbacks;
     this.wanted = new Set();
     this.failures = 0;
+    this.lookedMs = 0;
     this.nextMs = 0;
-    this.requestedMs = { readings: 0, untold: 0, everything: 0, history: 0 };
+    this.requestedMs = { ...NEVER };
     this.quick = QUICK_ROUNDS; // those that are left, as of quickMs
     this.quickMs = 0;
     this.streaming = false; // events tell what changes
@@ -116,13 +118,26 @@ export class Follow {
 
   /** Called every second: readings grow old, and not every change is an event. */
   look() {
-    if (this.over === null || this.failures > 0) return;
     const now = Date.now();
+    if (now < this.lookedMs) {
+      this.forgetTimes();
+      this.hurry();
+    }
+    this.lookedMs = now;
+    if (this.over === null || this.failures > 0) return;
     const everythingMs = this.streaming ? UNTOLD_MS : EVERYTHING_MS;
     if (now - this.requestedMs.everything >= everythingMs) this.want(...LISTS);
     else if (now - this.requestedMs.untold >= EVERYTHING_MS && this.mayHaveChanged()) this.want(...UNTOLD);
     else if (now - this.requestedMs.readings >= READINGS_MS) this.want(...READINGS);
     if (now - this.requestedMs.history >= HISTORY_MS) this.want(HISTORY);
+  }
+
+  /** Begin without times of before: by a clock that was set back they are in the future. */
+  forgetTimes() {
+    this.nextMs = 0;
+    this.requestedMs = { ...NEVER };
+    this.quick = QUICK_ROUNDS;
+    this.quickMs = Date.now();
   }
 
   /** Whether a lease may have been renewed, or a node may be silent: no event tells that. */
