@@ -107,6 +107,16 @@ def test_a_page_whose_files_do_not_all_arrive_says_so_and_loads_itself_again(wat
     assert page.evaluate("sessionStorage.length") == 0
 
 
+def test_plots_are_drawn_although_their_library_arrives_late(watched: Watched, running: DaemonProcess) -> None:
+    """It is fetched when the first plot is shown, which may be while the daemon is away."""
+    page = watched.open()
+    page.route("**/vendor/uplot.js", lambda route: route.abort("connectionreset"))
+    with page.expect_event("requestfailed"):
+        page.goto(f"{running.url}/#/gpus/{running.get('/v1/gpus').json['items'][0]['uuid']}")
+    page.unroute("**/vendor/uplot.js")
+    expect(page.locator(".plot canvas")).to_have_count(4)
+
+
 def test_an_unknown_caller_signs_in_with_a_token(browser: Browser, closed: DaemonProcess) -> None:
     bearer = call(closed.socket, "POST", "/v1/tokens", {"user": "ann", "role": "viewer"}).json["bearer"]
     with watching(browser, closed) as watched:

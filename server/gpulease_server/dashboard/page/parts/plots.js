@@ -7,6 +7,7 @@ import { colourOf } from "./colours.js";
 
 const GIB = 1024 ** 3;
 const HEIGHT = 190;
+const AGAIN_MS = 3000; // to ask for the library again, when it did not arrive
 const LEAST_ZOOM_S = 8;
 const COLOURS = 8; // of --line-0 to --line-7; later lines have them again, dashed
 const DASHES = [[], [6, 3], [2, 3]];
@@ -96,7 +97,9 @@ function Plot({ measure, all, lines, statistic, zoom, onZoom, group }) {
   useEffect(() => {
     let gone = false;
     let sized = null;
-    import("../vendor/uplot.js").then(({ uPlot }) => {
+    /** @type {ReturnType<typeof setTimeout> | undefined} */
+    let timer;
+    const draw = ({ uPlot }) => {
       if (gone) return;
       const numbers = lines.map((line) => all.indexOf(line));
       plot.current = new uPlot(
@@ -107,9 +110,15 @@ function Plot({ measure, all, lines, statistic, zoom, onZoom, group }) {
       place.current.plot = plot.current;
       sized = new ResizeObserver(() => plot.current?.setSize({ width: place.current.clientWidth, height: HEIGHT }));
       sized.observe(place.current);
-    });
+    };
+    const later = () => {
+      if (!gone) timer = setTimeout(load, AGAIN_MS);
+    };
+    const load = () => import("../vendor/uplot.js").then(draw, later);
+    load();
     return () => {
       gone = true;
+      clearTimeout(timer);
       sized?.disconnect();
       plot.current?.destroy();
       plot.current = null;
