@@ -99,6 +99,10 @@ def test_search_leaves_only_what_matches(watched: Watched, running: DaemonProces
     page.reload()
     expect(page.locator("#queue tbody > tr")).to_have_count(1)
     expect(page.get_by_role("searchbox", name="Search")).to_have_value("chloe")
+    page.get_by_role("searchbox", name="Search").fill("dai")
+    page.get_by_role("link", name="Now").first.click()
+    expect(page.get_by_text("No request in the queue matches.")).to_be_visible()
+    expect(page.get_by_text("No event matches.")).to_be_visible()
     watched.was_good()
 
 

@@ -152,7 +152,7 @@ function Waiting({ data, q }) {
   const nameOf = gpuNames(data);
   return html`<section class="sheet" aria-labelledby="waiting">
     <div class="head"><h2 id="waiting">Queue</h2><span class="facts">${views.length ? `${views.length} waiting` : ""}</span></div>
-    ${views.length === 0 && html`<p class="none">The queue is empty.</p>`}
+    ${views.length === 0 && html`<p class="none">${q && data.queued.items.length ? "No request in the queue matches." : "The queue is empty."}</p>`}
     ${
       views.length > 0 &&
       html`<table class="slim"><thead><tr><th scope="col">#</th><th scope="col">Who</th><th scope="col">Wants</th><th scope="col">Waiting</th></tr></thead>
@@ -203,7 +203,7 @@ function Recent({ data, q }) {
   const views = eventViews(data, q).slice(0, EVENT_ROWS);
   return html`<section class="sheet" aria-labelledby="recent">
     <div class="head"><h2 id="recent">Recent events</h2><${Link} view="events" query=${{ q }}>All<//></div>
-    ${views.length === 0 && html`<p class="none">No events yet.</p>`}
+    ${views.length === 0 && html`<p class="none">${q && data.events.length ? "No event matches." : "No events yet."}</p>`}
     <ol class="events slim">${views.map((event) => html`<${EventLine} key=${event.seq} event=${event} />`)}</ol>
   </section>`;
 }
