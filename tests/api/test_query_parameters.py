@@ -44,6 +44,13 @@ def test_unversioned_routes_accept_unknown_parameters(api: DaemonProcess) -> Non
     assert api.call("GET", "/?t=1700000000").status == 200
 
 
+@pytest.mark.parametrize("offset", ["+05:30", "%2B05:30", "+0530"])
+def test_a_time_may_have_an_offset_as_date_prints_it(api: DaemonProcess, offset: str) -> None:
+    """`curl ".../v1/usage?from=$(date -Is)"`: a `+` in a query is a space."""
+    answer = api.call("GET", f"/v1/usage?from=2026-11-28T08:00:00{offset}&to=2026-11-28T04:00")
+    assert (answer.json["from_at"], answer.json["to_at"]) == ("2026-11-28T02:30:00Z", "2026-11-28T04:00:00Z")
+
+
 def test_every_versioned_route_documents_the_refusal(api: DaemonProcess) -> None:
     for path, methods in api.call("GET", "/openapi.json").json["paths"].items():
         for method, operation in methods.items():

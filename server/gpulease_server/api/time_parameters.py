@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -10,15 +11,20 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from gpulease_protocol.errors import InvalidRequest
 
+PLUS_OF_OFFSET = re.compile(r"(?<=\d) (?=\d\d:?\d\d$)")
+"""The `+` of `08:00:00+01:00`, as `date -Is` prints it: a `+` in a query is a space, unless it is sent as `%2B`."""
 
-def _no_number(moment: str) -> str:
+
+def _time_text(moment: str) -> str:
     """A time as text; pydantic would take a number for seconds since 1970. Raises ValueError."""
+    if ":" in moment.partition(" ")[0]:
+        moment = PLUS_OF_OFFSET.sub("+", moment)
     if moment.replace(".", "").lstrip("-").isdigit():
         raise ValueError("must be a time in ISO 8601, such as 2026-11-23T18:00:00Z")
     return moment
 
 
-Moment = Annotated[datetime, BeforeValidator(_no_number)]
+Moment = Annotated[datetime, BeforeValidator(_time_text)]
 """A time in ISO 8601. One without an offset is UTC: see `in_utc`."""
 PeriodEnd = Annotated[
     Moment | None, Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now.")
