@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import threading
@@ -181,6 +182,12 @@ def test_an_invalid_request_is_refused_with_the_name_of_the_field(api: DaemonPro
 def test_a_body_that_is_not_json_is_refused(api: DaemonProcess, raw: bytes) -> None:
     answer = api.call("POST", "/v1/leases", raw=raw)
     assert answer.problem() in [(400, "invalid_request"), (422, "invalid_request")]
+
+
+def test_a_compressed_body_is_refused_as_what_it_is(api: DaemonProcess) -> None:
+    answer = api.call("POST", "/v1/leases", raw=gzip.compress(b'{"count": 1}'))
+    assert answer.problem() == (400, "invalid_request")
+    assert answer.json["detail"] == "The body is compressed with gzip."
 
 
 def test_a_body_over_one_mebibyte_is_refused(api: DaemonProcess) -> None:

@@ -121,7 +121,8 @@ def create_app(
         title="gpulease",
         version=version("gpulease"),
         description="GPU leases on shared machines: the one place where the ledger and the hardware agree. Callers on"
-        " the daemon's host are identified by their user; others send `Authorization: Bearer TOKEN`.",
+        " the daemon's host are identified by their user; others send `Authorization: Bearer TOKEN`."
+        " A client sends bodies uncompressed, and gets no answer if it closes its side of the connection before.",
         lifespan=lifespan or _no_lifespan,
         openapi_url=None,  # `install_openapi` serves it
         docs_url=None,

@@ -30,6 +30,8 @@ MAX_JOB_BYTES = 4 * 2**20
 JOB_PATHS = ("/v1/jobs", "/v1/jobs/explain")
 MAX_DISCARDED_BYTES = 16 * 2**20
 """How much of a body that is too large is read and discarded before the connection is closed."""
+GZIP = b"\x1f\x8b"
+"""What is compressed with gzip begins with this."""
 MAX_KEY_CHARACTERS = 200
 """Characters in an Idempotency-Key, at most."""
 IDEMPOTENCY_KEY_PARAMETER: dict[str, Any] = {
@@ -84,6 +86,8 @@ class JsonBody(Generic[T]):
                 raise InvalidRequest(detail, remedy=SEE_OPENAPI) from None
             errors = error.errors(include_url=False, include_context=False)
             if errors[0]["type"] == "json_invalid":
+                if raw.startswith(GZIP):
+                    raise NotJson("The body is compressed with gzip.", remedy="Send it as it is.") from None
                 raise NotJson(f"The body is not JSON: {errors[0]['msg']}.", remedy="Send a JSON object.") from None
             raise InvalidRequest(describe_validation_errors(errors), remedy=SEE_OPENAPI) from None
         if _may_be_unstorable(raw):
