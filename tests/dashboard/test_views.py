@@ -27,6 +27,15 @@ COLOUR = """one => {
     for (let place = one; place; place = place.parentElement) filters.push(getComputedStyle(place).filter);
     return [getComputedStyle(one).color, ...filters].join();
 }"""
+DRAWS_IN_COLOUR = """() => {
+    const { width, height } = document.querySelector("canvas");
+    const { data } = document.querySelector("canvas").getContext("2d").getImageData(0, 0, width, height);
+    for (let at = 0; at < data.length; at += 4) {
+        const parts = data.slice(at, at + 3);
+        if (data[at + 3] === 255 && Math.max(...parts) - Math.min(...parts) > 60) return true;
+    }
+    return false;
+}"""
 HISTORY = [None] * 10 + [0.0] * 20 + [0.5, 1.0] * 15
 STRANGER = {"pid": 414242, "memory_bytes": 3 * GIB, "user": "mallory", "command": "python mine.py"}
 
@@ -202,6 +211,22 @@ def test_the_theme_is_chosen_and_kept(browser: Browser, running: DaemonProcess) 
         page.reload()
         page.wait_for_selector("body[data-drawn]")
         assert page.evaluate(background) == dark
+
+
+def test_high_contrast_shows_what_is_chosen_and_what_patterns_mean(browser: Browser, running: DaemonProcess) -> None:
+    """The system's colours replace those of the page: what only a colour said is not seen."""
+    style = "(one, name) => getComputedStyle(one)[name]"
+    with watching(browser, running, forced_colors="active") as watched:
+        page = watched.open("#/timeline")
+        here, other = (page.get_by_role("link", name=name).first for name in ("Timeline", "Queue"))
+        assert here.evaluate(style, "borderBottomColor") != other.evaluate(style, "borderBottomColor")
+        day, week = (page.get_by_role("button", name=name, exact=True) for name in ("24h", "7d"))
+        assert day.evaluate(style, "backgroundColor") != week.evaluate(style, "backgroundColor")
+        patterns = page.locator(".band").evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundImage)")
+        assert "none" not in patterns
+        assert len(set(patterns)) == len(patterns) > 3
+        page.wait_for_function(DRAWS_IN_COLOUR)
+        watched.was_good()
 
 
 def test_the_windows_of_a_browser_share_one_stream(browser: Browser, running: DaemonProcess) -> None:
