@@ -6,11 +6,11 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess
-from tests.dashboard.conftest import Watched
+from tests.dashboard.conftest import Watched, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,6 +42,20 @@ def submit(running: DaemonProcess, *command: str, name: str = "", **more: Any) -
     assert answer.status == 201, answer.content
     found: dict[str, Any] = answer.json
     return found
+
+
+def test_a_browser_that_lets_pages_keep_nothing_shows_it(browser: Browser, running: DaemonProcess) -> None:
+    """As with all cookies blocked: even to look at the storage is an error."""
+    with watching(browser, running) as watched:
+        watched.page.add_init_script(
+            "for (const name of ['localStorage', 'sessionStorage']) Object.defineProperty(window, name,"
+            " { get() { throw new DOMException('denied', 'SecurityError'); } });"
+        )
+        page = watched.open()
+        expect(page.locator("[data-gpu]")).to_have_count(4)
+        page.get_by_role("button", name="Theme: auto").click()
+        expect(page.get_by_role("button", name="Theme: light")).to_be_visible()
+        watched.was_good()
 
 
 def test_the_hardware_is_shown(watched: Watched, hardware: Hardware) -> None:

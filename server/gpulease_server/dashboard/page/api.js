@@ -1,6 +1,7 @@
 // Requests to the daemon: only to this origin, each with a time limit and the token if there is one.
 
 import { learnFrom, realMs } from "./clock.js";
+import { ofDevice, ofTab } from "./storage.js";
 
 const LIMIT_MS = 20_000;
 const MAX_TAGS = 64;
@@ -39,14 +40,14 @@ export function asProblem(error) {
 
 /** The token of this tab, or the one that this device remembers; "" without one. */
 export function token() {
-  return sessionStorage.getItem(tokenKey()) ?? localStorage.getItem(tokenKey()) ?? "";
+  return ofTab.getItem(tokenKey()) ?? ofDevice.getItem(tokenKey()) ?? "";
 }
 
 /** Keep a token until the tab is closed; "" forgets it, on this device too. */
 export function setToken(text) {
-  if (text) sessionStorage.setItem(tokenKey(), text);
-  else sessionStorage.removeItem(tokenKey());
-  if (text !== localStorage.getItem(tokenKey())) localStorage.removeItem(tokenKey());
+  if (text) ofTab.setItem(tokenKey(), text);
+  else ofTab.removeItem(tokenKey());
+  if (text !== ofDevice.getItem(tokenKey())) ofDevice.removeItem(tokenKey());
   cache.clear();
 }
 
@@ -61,7 +62,7 @@ export function rememberToken(wanted) {
 export function rememberViewersToken(me) {
   if (!remember || me === null) return;
   remember = false;
-  if (me.role === "viewer") localStorage.setItem(tokenKey(), token());
+  if (me.role === "viewer") ofDevice.setItem(tokenKey(), token());
 }
 
 const cache = new Map(); // path -> last value and its ETag

@@ -4,9 +4,22 @@
 const KEY = "gpulease.loads";
 const LONGEST_WAIT_S = 15;
 
-/** How often in a row this tab was loaded and was not complete. */
+/** How often in a row this tab was loaded and was not complete; many times where the browser keeps nothing of a page. */
 function failures() {
-  return Number(sessionStorage.getItem(KEY) ?? 0);
+  try {
+    return Number(sessionStorage.getItem(KEY) ?? 0);
+  } catch {
+    return LONGEST_WAIT_S;
+  }
+}
+
+function keep(count) {
+  try {
+    sessionStorage.setItem(KEY, String(count));
+    if (!count) sessionStorage.removeItem(KEY);
+  } catch {
+    // it keeps nothing
+  }
 }
 
 /** Whether the server answers: the browser's own page of an error would not try again. */
@@ -21,7 +34,7 @@ async function answers() {
 
 async function loadAgain() {
   if (!(await answers())) return waitAndLoad();
-  sessionStorage.setItem(KEY, String(failures() + 1));
+  keep(failures() + 1);
   location.reload();
 }
 
@@ -53,5 +66,5 @@ addEventListener(
   true,
 );
 addEventListener("load", () => {
-  if (!failed) sessionStorage.removeItem(KEY);
+  if (!failed) keep(0);
 });

@@ -1,18 +1,20 @@
 // Light, dark, or as the system has it: kept in this browser.
 
+import { ofDevice } from "./storage.js";
+
 const THEME = "gpulease-theme";
 export const THEMES = ["auto", "light", "dark"];
 
 /** The theme that was chosen. */
 export function theme() {
-  const kept = localStorage.getItem(THEME) ?? "auto";
+  const kept = ofDevice.getItem(THEME) ?? "auto";
   return THEMES.includes(kept) ? kept : "auto";
 }
 
 /** Choose a theme, and keep it. */
 export function setTheme(name) {
-  if (name === "auto") localStorage.removeItem(THEME);
-  else localStorage.setItem(THEME, name);
+  if (name === "auto") ofDevice.removeItem(THEME);
+  else ofDevice.setItem(THEME, name);
   applyTheme();
 }
 

@@ -4,6 +4,7 @@ import { html, useState } from "../html.js";
 import { places, plain } from "../format.js";
 import { userOf } from "../model.js";
 import { address } from "../route.js";
+import { ofDevice } from "../storage.js";
 
 const MOST = 50;
 const TITLE = "gpulease: granted";
@@ -13,7 +14,7 @@ const storeKey = () => `gpulease-bells ${new URL(".", document.baseURI).pathname
 /** The leases that have a bell in this browser. @returns {string[]} */
 export function bells() {
   try {
-    const kept = JSON.parse(localStorage.getItem(storeKey()) ?? "[]");
+    const kept = JSON.parse(ofDevice.getItem(storeKey()) ?? "[]");
     return Array.isArray(kept) ? kept.filter((id) => typeof id === "string").slice(-MOST) : [];
   } catch {
     return []; // something else wrote there
@@ -21,8 +22,8 @@ export function bells() {
 }
 
 function keep(ids) {
-  if (ids.length) localStorage.setItem(storeKey(), JSON.stringify(ids.slice(-MOST)));
-  else localStorage.removeItem(storeKey());
+  if (ids.length) ofDevice.setItem(storeKey(), JSON.stringify(ids.slice(-MOST)));
+  else ofDevice.removeItem(storeKey());
 }
 
 /** Why no notification can be shown here; "" if one can. */
