@@ -442,6 +442,14 @@ def test_events_around_a_time_are_one_request(watched: Watched, running: DaemonP
     watched.was_good()
 
 
+def test_events_of_a_busy_hour_say_that_there_were_more(watched: Watched) -> None:
+    """A page of events is a thousand: that the others did not happen would be wrong."""
+    answer = {"items": [], "next": "4711", "pruned_seq": 0, "last_seq": 9000}
+    watched.page.route("**/v1/events?from=*", lambda route: route.fulfill(json=answer))
+    page = watched.open("#/events?at=03:00")
+    expect(page.locator("main .facts")).to_have_text("half an hour before and after, only the last 1000 events")
+
+
 def test_events_of_one_cause_are_a_group(modules: Path) -> None:
     """E2: below each other where the first of them is."""
     given = [(cause, "2026-01-01T00:09:00Z") for cause in ("a", "b", "a", None, "b", None, "timer")]

@@ -29,7 +29,7 @@ export function Events({ data, q, query }) {
       <div class="choice" role="group" aria-label="Kind">${KINDS.map((kind) => html`<button type="button" key=${kind} aria-pressed=${kind === (query.kind ?? "all")} onClick=${() => setQuery({ kind: kind === "all" ? "" : kind })}>${kind}</button>`)}</div>
       <form class="at" onSubmit=${jump}><label>around <input name="at" type="text" size="16" key=${query.at ?? ""} defaultValue=${query.at ?? ""} placeholder="03:00" autocomplete="off" /></label><button type="submit">Go</button>
         ${query.at && html`<button type="button" onClick=${() => setQuery({ at: "" })}>Now</button>`}</form>
-      <span class="facts">${atMs === null ? `the last ${data.events.length}` : `half an hour before and after, ${views.length} of them`}</span></div>
+      <span class="facts">${atMs === null ? `the last ${data.events.length}` : `half an hour before and after, ${value?.next ? `only the last ${MOST} events` : `${views.length} of them`}`}</span></div>
     ${query.at && atMs === null && html`<p class="problem">“${plain(query.at)}” is no time: write 03:00, or 2026-11-26 03:00.</p>`}
     <${Trouble} answer=${answer} />
     ${gap && html`<p class="problem">Older events are no longer kept: there may have been some at that time.</p>`}
