@@ -58,6 +58,32 @@ def test_markup_of_users_stays_text(browser: Browser, fresh: tuple[DaemonProcess
         watched.was_good()
 
 
+def test_a_name_from_right_to_left_leaves_what_follows_it_in_order(watched: Watched, running: DaemonProcess) -> None:
+    """Digits after it would be drawn to its left: "1 ,NAMEst in the queue", and arguments of a command in reverse."""
+    name = "\u05d0\u05d9\u05de\u05d5\u05df"
+    ask(running, count=4, ttl_s=6000)
+    for _ in range(2):
+        ask(running, count=1, label=name)
+    job = submit(running, "sleep", name, "2", "3")
+    page = watched.open("#/queue")
+    begins = """([place, text]) => {
+        const texts = document.createTreeWalker(document.querySelector(place), NodeFilter.SHOW_TEXT);
+        while (!texts.nextNode().data.includes(text));
+        const range = document.createRange();
+        const at = texts.currentNode.data.indexOf(text);
+        range.setStart(texts.currentNode, at);
+        range.setEnd(texts.currentNode, at + text.length);
+        return range.getBoundingClientRect().left;
+    }"""
+    expect(page.locator(".my-next")).to_contain_text("1st")
+    assert page.evaluate(begins, [".my-next", name]) < page.evaluate(begins, [".my-next", "1"])
+    page.goto(f"{running.url}/#/jobs/{job['id']}")
+    expect(page.locator(".command code")).to_have_text(f"$ sleep '{name}' 2 3")
+    words = [page.evaluate(begins, [".command code", word]) for word in ("sleep", name, "2", "3")]
+    assert words == sorted(words)
+    watched.was_good()
+
+
 def test_the_policy_stops_scripts_that_got_into_the_page(watched: Watched) -> None:
     page = watched.open()
     page.evaluate(

@@ -21,6 +21,7 @@ import { gpuHours } from "./usage.js";
 const JOB_MS = 2000;
 const METRICS_MS = 4000;
 const POINTS = 300;
+const MOST_LETTERS = 2000; // of a command
 
 /** The whole view. */
 export function JobPage({ data, id, query }) {
@@ -74,14 +75,26 @@ function Head({ job, metrics, data, onDone }) {
   </section>`;
 }
 
+/** As many words of a command as are shown. Each is isolated: one from right to left would reverse the order of those after it. */
+function beginning(words) {
+  const shown = [];
+  let room = MOST_LETTERS;
+  for (const word of words) {
+    shown.push(room > 0 ? plain(word, Math.max(room, 10)) : "...");
+    if (room <= 0) break;
+    room -= word.length + 1;
+  }
+  return shown;
+}
+
 function Command({ job }) {
   const [copied, setCopied] = useState(false);
-  const text = [...(job.launcher === "plain" ? [] : [job.launcher]), ...job.command].map(quoted).join(" ");
+  const words = [...(job.launcher === "plain" ? [] : [job.launcher]), ...job.command].map(quoted);
   const copy = async () => {
-    await navigator.clipboard.writeText(text);
+    await navigator.clipboard.writeText(words.join(" "));
     setCopied(true);
   };
-  return html`<p class="command"><code>$ ${plain(text, 2000)}</code>${globalThis.navigator?.clipboard && html`<button type="button" onClick=${copy}>${copied ? "Copied" : "Copy"}</button>`}</p>`;
+  return html`<p class="command"><code>$${beginning(words).map((word) => html` <bdi>${word}</bdi>`)}</code>${globalThis.navigator?.clipboard && html`<button type="button" onClick=${copy}>${copied ? "Copied" : "Copy"}</button>`}</p>`;
 }
 
 function Metrics({ job, metrics, query }) {
