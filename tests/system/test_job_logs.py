@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import json
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,22 @@ def test_a_rank_that_prints_faster_than_torchrun_copies_is_bounded_too(running: 
     assert b"\0" not in rest
     last = running.call("GET", f"/v1/jobs/{job_id}/logs?tail=1").content
     assert last == b"[default0]:the end\n"
+
+
+def test_a_log_that_is_silent_for_long_passes_through_a_proxy(running: DaemonProcess) -> None:
+    """By default nginx passes on nothing before it has some KiB, and ends what is silent for 60 s."""
+    job_id = running.submit("sh", "-c", "echo begun; sleep 600")
+    with closing(http.client.HTTPConnection("127.0.0.1", running.port, timeout=45)) as connection:
+        connection.request("GET", f"/v1/jobs/{job_id}/logs?follow=1&frames=1")
+        answer = connection.getresponse()
+        assert answer.headers["X-Accel-Buffering"] == "no"
+        heads = []
+        while not heads or heads[-1]["bytes"] > 0:
+            heads.append(json.loads(answer.readline()))
+            answer.read(heads[-1]["bytes"])
+        assert sum(head["bytes"] for head in heads) == len("begun\n")
+        assert heads[-1] == {"at": "1@6", "bytes": 0}, "who asks again from there misses nothing"
+    running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0})
 
 
 def test_the_number_of_followers_is_bounded_and_they_end_with_the_job(running: DaemonProcess) -> None:

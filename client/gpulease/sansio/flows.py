@@ -52,10 +52,9 @@ Held = TypeVar("Held")
 
 RETRY_S, TAKEOVER_RETRY_S = 1.0, 10.0
 """Retry budget of calls that neither long-poll nor hold a lease; with several addresses, long enough for a takeover."""
-LOG_SILENCE_S = 300.0
-"""How long a followed log may be silent before it is requested again."""
-EVENTS_SILENCE_S = 45.0
-"""The same for events; the daemon sends a comment every 15 s."""
+STREAM_SILENCE_S = 45.0
+"""How long a followed log or the events may be silent before they are requested again. The daemon sends something every
+15 s; proxies end what is silent for longer than this."""
 MAX_PAGES = 1000
 """Most pages that are fetched of one list."""
 
@@ -215,7 +214,7 @@ class Flows:
         while True:
             call, frames = call_at(tail, offset), LogFrameParser()
             try:
-                yield from self.failover.open_stream(call, LOG_SILENCE_S)
+                yield from self.failover.open_stream(call, STREAM_SILENCE_S)
                 while (chunk := (yield NextChunk())) is not None:
                     backoff.reset()
                     for frame in self._parse(frames.feed(chunk), call):
@@ -259,7 +258,7 @@ class Flows:
         while True:
             call, frames = endpoints.event_stream(after), EventStreamParser()
             try:
-                yield from self.failover.open_stream(call, EVENTS_SILENCE_S)
+                yield from self.failover.open_stream(call, STREAM_SILENCE_S)
                 while (chunk := (yield NextChunk())) is not None:
                     backoff.reset()
                     for frame in self._parse(frames.feed(chunk), call):

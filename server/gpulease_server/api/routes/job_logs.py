@@ -29,7 +29,7 @@ from gpulease_server.api.auth.access_rules import CallerDep, holder_of
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller, is_still_valid
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
-from gpulease_server.api.headers import LOG_BYTES, LOG_KEPT_BYTES, LOG_OFFSET
+from gpulease_server.api.headers import LOG_BYTES, LOG_KEPT_BYTES, LOG_OFFSET, UNBUFFERED
 from gpulease_server.api.http_limits import USER_SHARE
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.routes.jobs import find_job
@@ -38,6 +38,7 @@ from gpulease_server.api.streams.log_query import LogQuery, by_file, by_node, re
 from gpulease_server.api.streams.log_reader_pool import LogReaderPool
 from gpulease_server.api.streams.log_source import LocalLog, LogSource, ask_node
 from gpulease_server.core.records import JobRecord
+from gpulease_server.runtime import clock
 
 router = new_router("/v1/jobs", "jobs")
 
@@ -45,6 +46,9 @@ MAX_FOLLOWERS = 256
 """Followers of logs at one time, of all jobs together."""
 RECHECK_S = 0.5
 """How often a follower reads even if the poller has noticed no change, and checks whether its client is still there."""
+KEEP_ALIVE_S = 15.0
+"""A log that stays silent for so long sends a frame without content, so that no proxy or firewall in between, nor the
+client, takes the connection for dead. Bare text has nothing to send then."""
 MAX_LINES = 1_000_000
 LOG_RESPONSE: dict[int | str, dict[str, Any]] = {
     200: {"content": {kind: {"schema": {"type": "string"}} for kind in ("text/plain", MEDIA_TYPE)}}
@@ -84,12 +88,12 @@ class LogTail:
         self._owner = None if holder is None else holder.user
         await self._open_source(record)
         length, kept = await self._source.sizes() if self._source else (0, 0)
-        return {LOG_OFFSET: self.offset, LOG_BYTES: str(length), LOG_KEPT_BYTES: str(kept)}
+        return UNBUFFERED | {LOG_OFFSET: self.offset, LOG_BYTES: str(length), LOG_KEPT_BYTES: str(kept)}
 
     @property
     def offset(self) -> str:
         """Where to continue reading: the attempt, and the offset in its files."""
-        return f"{self._attempt}@{'0' if self._source is None else self._source.offset}"
+        return f"{self._attempt}@{self._query.offset if self._source is None else self._source.offset}"
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The log in frames."""
@@ -100,7 +104,8 @@ class LogTail:
             yield LogFrame(self.offset, end=True).encoded()
 
     async def text(self) -> AsyncGenerator[bytes, None]:
-        """The log's bytes."""
+        """The log's bytes; none after `KEEP_ALIVE_S` without any."""
+        sent_s = clock.mono_s()
         try:
             while True:
                 last = await self._is_last()
@@ -109,8 +114,12 @@ class LogTail:
                         self._interrupted = True
                         return
                     yield piece
+                    sent_s = clock.mono_s()
                 if last:
                     return
+                if clock.mono_s() - sent_s >= KEEP_ALIVE_S:
+                    yield b""
+                    sent_s = clock.mono_s()
                 await self._wait()
         except (NotFound, Unavailable) as error:
             self._interrupted = True

@@ -46,6 +46,7 @@ from gpulease_server.api import fair_share
 from gpulease_server.api.auth.callers import Caller, is_still_valid
 from gpulease_server.api.auth.redaction import hidden_kinds, redact_event
 from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.api.headers import UNBUFFERED
 from gpulease_server.api.http_limits import USER_SHARE
 from gpulease_server.runtime.recent_events import EVENTS_KEY
 from gpulease_server.store.event_pages import EventFilter, FoundEvents, find_events
@@ -130,8 +131,7 @@ class EventStream(Response):
     """The endless response."""
 
     def __init__(self, daemon: DaemonState, caller: Caller, position: int, streams: set[Any]) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(None, 200, headers, MEDIA_TYPE)
+        super().__init__(None, 200, UNBUFFERED, MEDIA_TYPE)
         del self.headers["content-length"]
         self.user = caller.user
         self._daemon = daemon
