@@ -46,6 +46,7 @@ from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.retention import Pruner
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.settings import CommandVisibility, ServeSettings, Tls
+from gpulease_server.start_checks import check_tls
 from gpulease_server.store.database import unusable_error
 from gpulease_server.store.dialects import READ_THREADS
 from gpulease_server.store.ledger_store import Store, Superseded
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpulease.serve")
 RENEW_S = 3600.0
-"""Time between two looks at the daemon's own certificate."""
+"""Time between two looks at how long the daemon's own certificate is valid."""
+RELOAD_S = 10.0
+"""Time between two looks at whether the files of the certificate were replaced."""
 TAKE_PORT_S = 5.0
 """Time between two attempts to take a port that another user has."""
 RESTART_S = 5.0
@@ -175,7 +178,9 @@ class Serving:
             systemd_notify.watchdog,
         ]
         if self.authority is not None:
-            parts.append(partial(self._keep_certificate, self.authority))
+            parts.append(partial(self._renew_certificate, self.authority))
+        if self.settings.tls is not None:
+            parts.append(partial(self._reload_certificate, self.settings.tls))
         tasks = [asyncio.create_task(_keep_running(part)) for part in parts]
         if self.worker is not None:
             self.server.worker = asyncio.create_task(_keep_running(self.worker.supervise))
@@ -194,16 +199,29 @@ class Serving:
         finally:
             self.writer.close()
 
-    async def _keep_certificate(self, authority: TlsAuthority) -> None:
-        """Renew the daemon's certificate in time, until cancelled; new connections get the new one."""
+    async def _renew_certificate(self, authority: TlsAuthority) -> None:
+        """Renew the certificate of the daemon's own authority in time, until cancelled."""
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                if await asyncio.to_thread(authority.renew) and self.server.config.ssl is not None:
-                    file = self.settings.tls_directory / "server.pem"
-                    self.server.config.ssl.load_cert_chain(file)
-            except (CannotStart, OSError) as error:
+                await asyncio.to_thread(authority.renew)
+            except CannotStart as error:
                 log.error("the certificate cannot be renewed: %s", error)
+
+    async def _reload_certificate(self, tls: Tls) -> None:
+        """Give new connections the certificate that has replaced the one before, until cancelled."""
+        found: object = None
+        while True:
+            loaded, found = found, await asyncio.to_thread(_signature, tls)
+            context = self.server.config.ssl
+            if loaded not in (None, found) and context is not None:
+                try:
+                    await asyncio.to_thread(check_tls, self.settings)  # else half of it might be taken in
+                    context.load_cert_chain(tls.certificate, tls.key)
+                    log.info("new connections get the certificate that is in %s now", tls.certificate)
+                except (CannotStart, OSError) as error:
+                    log.error("the certificate was changed, and the one before is still in use: %s", error)
+            await asyncio.sleep(RELOAD_S)
 
     async def _write(self) -> None:
         """Run the writer; as a standby first if there is another writer."""
@@ -268,6 +286,18 @@ def reading_threads() -> ThreadPoolExecutor:
     """The threads in which routes read the database. By default a host with many processors has more of them than the
     database has connections, and slow reads then kept the writer from its own."""
     return ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
+
+
+def _signature(tls: Tls) -> list[tuple[int, ...]]:
+    """Changes when one of the files is replaced or written; empty for one that cannot be seen."""
+    signatures: list[tuple[int, ...]] = []
+    for file in (tls.certificate, tls.key):
+        try:
+            seen = file.stat()
+            signatures.append((seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns))
+        except OSError:
+            signatures.append(())
+    return signatures
 
 
 async def _keep_running(part: Callable[[], Awaitable[None]]) -> None:

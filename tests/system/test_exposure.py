@@ -11,6 +11,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from gpulease import Client, DaemonUnavailable
 from gpulease_server.listeners import CannotStart
 from gpulease_server.settings import ServeSettings
 from gpulease_server.start_checks import check_tls
-from tests.daemon import Answer, DaemonProcess
+from tests.daemon import Answer, DaemonProcess, eventually
 from tests.http_as_user import OTHER, acting_as, call
 from tests.imported_program import completed
 
@@ -30,7 +31,11 @@ MOST_FILES = 600
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A certificate for 127.0.0.1, and its key."""
-    directory = tmp_path_factory.mktemp("tls")
+    return made_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def made_certificate(directory: Path) -> tuple[Path, Path]:
+    """A new one, with its key."""
     certificate, key = directory / "cert.pem", directory / "key.pem"
     words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=gpulease"]
     words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
@@ -98,6 +103,26 @@ def test_a_daemon_with_an_authority_of_its_own_is_trusted_by_who_knows_that(
             assert client.gpus() == (), "after a restart it is the same authority"
     finally:
         running.stop()
+
+
+def test_a_certificate_that_is_replaced_is_shown_to_new_connections(
+    exposed: DaemonProcess, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """As certbot and others do every few weeks. A key that does not belong to it, as in between, changes nothing."""
+    before = ssl.get_server_certificate(("127.0.0.1", exposed.port), timeout=30)
+    certificate, key = made_certificate(tmp_path)
+    old = [file.read_bytes() for file in files]
+    try:
+        certificate.replace(files[0])
+        eventually(lambda: "the one before is still in use" in exposed.story(), 60, exposed.story)
+        assert ssl.get_server_certificate(("127.0.0.1", exposed.port), timeout=30) == before
+        after = files[0].read_text()
+        key.replace(files[1])
+        shown = partial(ssl.get_server_certificate, ("127.0.0.1", exposed.port), timeout=30)
+        eventually(lambda: shown() == after, 60, exposed.story)
+    finally:
+        for file, content in zip(files, old, strict=True):
+            file.write_bytes(content)
 
 
 def test_the_command_line_sends_the_token(exposed: DaemonProcess, files: tuple[Path, Path]) -> None:
