@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -345,3 +346,30 @@ def test_a_client_that_was_used_is_pickled_for_another_process(daemon: FakeDaemo
     with pickle.loads(pickle.dumps(client)) as copy:
         assert copy.gpus() == ()
         assert repr(copy) == repr(client)
+
+
+@pytest.mark.alone
+def test_a_network_that_loses_the_first_packet_to_another_host_is_no_missing_daemon() -> None:
+    """The kernel sends it again after 1 s. A full listener loses it in the same way."""
+    with closing(socket.create_server(("127.0.0.2", 0), backlog=0)) as listener, ExitStack() as others:
+        place = listener.getsockname()
+        full = [others.enter_context(closing(socket.socket())) for _ in range(4)]
+        for one in full:
+            one.setblocking(False)
+            one.connect_ex(place)
+
+        def serve() -> None:
+            with suppress(OSError):  # it is closed
+                while True:
+                    with listener.accept()[0] as connection, suppress(TimeoutError):
+                        connection.settimeout(0.2)
+                        if connection.recv(65536):
+                            connection.sendall(
+                                b'HTTP/1.1 200 OK\r\nContent-Length: 27\r\n\r\n{"items": [], "next": null}'
+                            )
+
+        timer = threading.Timer(0.5, serve)
+        timer.daemon = True
+        timer.start()
+        with Client(f"http://127.0.0.2:{place[1]}", retry_s=0.0) as client:
+            assert client.gpus() == ()

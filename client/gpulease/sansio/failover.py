@@ -47,6 +47,9 @@ CONNECT_TIMEOUT_S = 1.0
 """Time limit for one connection."""
 CONNECT_ALL_TIMEOUT_S = 1.5
 """Time limit for connections to all addresses together: how soon a client knows that no daemon is listening."""
+DISTANT_CONNECT_TIMEOUT_S = 3.5
+"""Time limit for a connection to another host, where no other address leads to the daemon: what a bad network loses is
+sent again after 1 s, and after 3 s."""
 FAILOVER_TIMEOUT_S = 2.0
 """Time limit for a response from one of several addresses, beyond `ApiCall.hold_s`. A daemon that is stopped (SIGSTOP)
 still accepts connections; a standby has taken over after about 3.5 s."""
@@ -254,14 +257,16 @@ class Failover:
             address for address in candidates if self._avoided.get(address, now_s) > now_s and not self.is_single
         }
         candidates = (*(address for address in candidates if address not in avoided), *avoided)
-        left_s = CONNECT_ALL_TIMEOUT_S
+        longest_s, left_s = CONNECT_TIMEOUT_S, CONNECT_ALL_TIMEOUT_S
+        if len(candidates) == 1 and not candidates[0].local:
+            longest_s = left_s = DISTANT_CONNECT_TIMEOUT_S
         if not self.is_single and not stream and call.is_repeatable:
             # A daemon that hangs must leave time for the next one.
             timeout_s = min(timeout_s / len(candidates), FAILOVER_TIMEOUT_S)
         for index, address in enumerate(candidates):
             if address in avoided and self._responses > responses_before:
                 return
-            connect_timeout_s = min(CONNECT_TIMEOUT_S, max(left_s, 0.05) / (len(candidates) - index), timeout_s)
+            connect_timeout_s = min(longest_s, max(left_s, 0.05) / (len(candidates) - index), timeout_s)
             started = time.monotonic()
             yield Attempt(address, call, timeout_s + call.hold_s, connect_timeout_s, self._check_first, stream)
             left_s -= time.monotonic() - started
