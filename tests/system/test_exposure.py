@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -123,6 +124,57 @@ def test_a_certificate_that_is_replaced_is_shown_to_new_connections(
     finally:
         for file, content in zip(files, old, strict=True):
             file.write_bytes(content)
+
+
+def test_a_running_worker_takes_a_new_token_and_a_new_authority_from_their_files(tmp_path: Path) -> None:
+    """Else its node is silent until someone restarts it, and after an hour its jobs are lost."""
+    (tmp_path / "new").mkdir()
+    files, token, authority = made_certificate(tmp_path), tmp_path / "token", tmp_path / "ca.pem"
+    running = OverSocket(
+        tmp_path / "d", "--no-worker", "--host", "0.0.0.0", "--tls-cert", str(files[0]), "--tls-key", str(files[1])
+    )
+
+    def put_token() -> str:
+        made = call(running.socket, "POST", "/v1/tokens", {"user": "root", "role": "worker", "node": "n9"}).json
+        token.write_text(made["bearer"])
+        return str(made["id"])
+
+    def is_ready() -> bool:
+        return bool(call(running.socket, "GET", "/v1/nodes/n9").json.get("state") == "ready")
+
+    def says(text: str) -> None:
+        eventually(lambda: text in output.read_text(), 60, output.read_text)
+
+    output = tmp_path / "worker.log"
+    words = ["worker", "--url", f"https://127.0.0.1:{running.port}", "--node", "n9", "--token-file", str(token)]
+    program = [sys.executable, "-P", "-m", "gpulease_cli", *words, "--data-dir", str(tmp_path / "w"), "--simulate", "1"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GPULEASE_")}
+    try:
+        running.start(ready=False)
+        token.touch(0o600)
+        authority.write_bytes(files[0].read_bytes())
+        first = put_token()
+        with output.open("wb") as log:
+            worker = subprocess.Popen(program, env=kept | {"GPULEASE_CACERT": str(authority)}, stderr=log)
+        try:
+            eventually(is_ready, 60, output.read_text)
+            assert call(running.socket, "DELETE", f"/v1/tokens/{first}").status == 200
+            says("That token is not valid")
+            put_token()
+            says("the daemon answers again")
+
+            running.stop()
+            for made, file in zip(made_certificate(tmp_path / "new"), files, strict=True):
+                made.replace(file)
+            running.start(ready=False)
+            says("is not trusted here")
+            authority.write_bytes(files[0].read_bytes())
+            eventually(is_ready, 60, output.read_text)
+        finally:
+            worker.kill()
+            worker.wait()
+    finally:
+        running.stop()
 
 
 def test_the_command_line_sends_the_token(exposed: DaemonProcess, files: tuple[Path, Path]) -> None:

@@ -72,7 +72,7 @@ def certificate(facts: HostFacts) -> Finding:
     left_s = known.expires_s - facts.wall_s
     if left_s <= 0:
         sentence = f"{known.file} has expired {-left_s / 86400:.0f} days ago: clients refuse the daemon."
-        return wrong("certificate", sentence, "Renew it and restart the daemon.")
+        return wrong("certificate", sentence, "Renew it; the daemon takes the new files within 10 s.")
     if left_s < SOON_S:
         return warning("certificate", f"{known.file} expires in {left_s / 86400:.0f} days.", "Renew it in time.")
     if not any(_is_for(name, host) for name in known.names for host in known.host_names):

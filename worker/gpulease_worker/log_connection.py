@@ -42,7 +42,15 @@ class LogConnection:
         try:
             return await transport.run(failover.send(call))
         finally:
-            self._idle.append((transport, failover))
+            if failover.destination is self._destination:
+                self._idle.append((transport, failover))
+            else:
+                await transport.close()
+
+    async def begin_again(self, destination: Destination) -> None:
+        """Send what comes next over new connections."""
+        self._destination = destination
+        await self.close()
 
     async def close(self) -> None:
         """Close the connections."""

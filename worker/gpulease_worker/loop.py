@@ -17,16 +17,14 @@ from dataclasses import replace
 from importlib import metadata
 from urllib.parse import quote
 
-from gpulease.sansio.failover import Destination, Failover
 from gpulease_protocol import codec
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import GpuleaseError, NotAuthenticated
-from gpulease_protocol.host import certificates
-from gpulease_protocol.host.addresses import candidates
 from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.model import ComputeMode, LeaseState
 from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED, DesiredState, NodeReport
 from gpulease_worker.allocation import MIN_LEAVE_S, allocation_of, grace_within
+from gpulease_worker.daemon_connection import DaemonConnection
 from gpulease_worker.desired_state import read_desired_state
 from gpulease_worker.drain_pace import DrainPace
 from gpulease_worker.gpu_claims import GpuClaims, set_aside
@@ -36,7 +34,6 @@ from gpulease_worker.jobs.fence import ContactFile, since_boot_s
 from gpulease_worker.jobs.log_sender import LogSenders
 from gpulease_worker.jobs.port_reservation import PortReservation
 from gpulease_worker.jobs.reconciler import JobReconciler
-from gpulease_worker.log_connection import LogConnection, new_transport
 from gpulease_worker.node_address import NodeAddress
 from gpulease_worker.node_probe import new_probe
 from gpulease_worker.probe.compute_modes import ComputeModes
@@ -81,21 +78,7 @@ class WorkerLoop:
         """The last report, where a change has replaced it before the daemon answered."""
         self._hold_until_s = 0.0
         """How long the daemon may hold its answer to that, by the monotonic clock."""
-        # Without the proxies of the environment: the daemon is reached directly.
-        found = candidates(settings.url)
-        destination = Destination(
-            found,
-            True,
-            settings.token,
-            ANSWER_TIMEOUT_S,
-            use_proxies=False,
-            obeys=True,
-            plain_http=settings.plain_http,
-            ca_file=certificates.ca_file(found),
-        )
-        self._destination = destination
-        self._failover = Failover(destination)
-        self._transport = new_transport(destination)
+        self._daemon = DaemonConnection(settings, ANSWER_TIMEOUT_S)
         self._readings = self._new_probe()
         self._jobs = JobReconciler(
             settings.data_dir.absolute(),
@@ -103,11 +86,10 @@ class WorkerLoop:
             self._changed.set,
             settings.of_jobs,
             settings.keep_jobs,
-            destination.ca_file and os.path.abspath(destination.ca_file),
+            self._daemon.ca_file and os.path.abspath(self._daemon.ca_file),
             may_leave=settings.leaves_within_s > 0,
         )
-        self._log_connection = LogConnection(destination, settings.node)
-        self._logs = LogSenders(settings.data_dir.absolute() / "jobs", self._log_connection.send)
+        self._logs = LogSenders(settings.data_dir.absolute() / "jobs", self._daemon.logs.send)
         self._contact = ContactFile(settings.data_dir.absolute())
         self._leases = LeaseCache(settings.data_dir.absolute())
         self._owners = OwnerWatcher(self._changed.set)
@@ -170,7 +152,7 @@ class WorkerLoop:
         """Run until cancelled, or until this node has left. Errors of the host do not end it (`host_faults`)."""
         self._running = asyncio.current_task()
         watching = None if self._allocation is None else asyncio.create_task(self._allocation.watch())
-        first_s, longest_s = BACKOFF_S if self._failover.is_single else FAILOVER_BACKOFF_S
+        first_s, longest_s = BACKOFF_S if self._daemon.is_single else FAILOVER_BACKOFF_S
         backoff_s = first_s
         try:
             while not self._has_left:
@@ -183,8 +165,7 @@ class WorkerLoop:
             if watching is not None:
                 await cancel_and_wait(watching)
             await self._logs.close()
-            await self._log_connection.close()
-            await self._transport.close()
+            await self._daemon.close()
             self._jobs.close()
             self._owners.close()
             await self._leftovers.close()
@@ -211,14 +192,13 @@ class WorkerLoop:
                 raise
             if self._allocation is not None and isinstance(error, NotAuthenticated):
                 self._allocation.look_soon()
-            daemons = " or ".join(address.shown for address in self._destination.addresses)
             why = error.detail if isinstance(error, GpuleaseError) else error
-            self._log_error(f"cannot report to the daemon at {daemons}, trying again: {why}")
+            self._log_error(f"cannot report to the daemon at {self._daemon}, trying again: {why}")
             return False
         finally:
             await cancel_and_wait(sending)
         self._log_error("")
-        self._address.refresh(self._failover.address, desired.daemon_address)
+        self._address.refresh(self._daemon.address, desired.daemon_address)
         if since_boot_s() - sent_at_s > STALE_ANSWER_S:
             log.warning("an answer of the daemon is dropped: it is from before this worker or its host was stopped")
             return True
@@ -439,7 +419,7 @@ class WorkerLoop:
             # A daemon at another address may take it for a whole one: it has not said what it takes.
             idempotent=not report.partial,
         )
-        return await self._transport.run(self._failover.send(call))
+        return await self._daemon.send(call)
 
     def _log_error(self, error: str) -> None:
         """Log an error of the daemon once, and once that it has ended ("")."""

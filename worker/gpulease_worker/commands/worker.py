@@ -23,14 +23,18 @@ def worker(settings: WorkerSettings, with_parent: bool) -> int:
     """Run the worker of this host: it watches the GPUs and launches jobs."""
     with needs_extra("worker"):
         from gpulease_worker.main import run  # noqa: PLC0415 - an extra
-    settings = replace(settings, token=_token(settings), with_parent=with_parent)
+    settings = _with_token(settings, with_parent)
     _ = settings.urls, settings.allocation_pids  # raises for what is not known, before anything has been done
     return run(settings)
 
 
-def _token(settings: WorkerSettings) -> str | None:
-    """The bearer token: of the file in the option, else GPULEASE_TOKEN, else of the file that is named elsewhere."""
-    source = click.get_current_context().get_parameter_source("token_file")
-    if settings.token_file is None or (source is not ParameterSource.COMMANDLINE and os.environ.get(variables.TOKEN)):
-        return os.environ.get(variables.TOKEN) or None
-    return token_file.read(str(settings.token_file), "--token-file")
+def _with_token(settings: WorkerSettings, with_parent: bool) -> WorkerSettings:
+    """With the bearer token: of the file in the option, else GPULEASE_TOKEN, else of the file that is named elsewhere.
+    A file that does not count is no longer named."""
+    source, named = click.get_current_context().get_parameter_source("token_file"), settings.token_file
+    token = os.environ.get(variables.TOKEN) or None
+    if named is not None and (source is ParameterSource.COMMANDLINE or token is None):
+        token = token_file.read(str(named), "--token-file")
+    else:
+        named = None
+    return replace(settings, token=token, token_file=named, with_parent=with_parent)
