@@ -103,8 +103,8 @@ def test_a_fifo_in_place_of_a_log_blocks_no_reader(tmp_path: Path) -> None:
         (1000, 1000, None),
         (1000, 0, None),
         (0, STRANGER, "It was submitted by root, and the worker of this node runs as 54321."),
-        (None, 0, "could not tell which user submitted it"),
-        (None, 1000, "could not tell which user submitted it"),
+        (None, 0, "host has no user of the name under which it was submitted"),
+        (None, 1000, "host has no user of the name under which it was submitted"),
     ],
 )
 def test_only_a_worker_as_root_runs_other_users_jobs(uid: int | None, own: int, words: str | None) -> None:

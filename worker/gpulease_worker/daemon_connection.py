@@ -95,7 +95,7 @@ class DaemonConnection:
         self._destination = replace(self._destination, bearer_token=token)
 
     async def _begin_again(self) -> None:
-        """Connect anew, with the token and the certificates as they are now."""
+        """Connect again, with the token and the certificates as they are now."""
         await self._transport.close()
         self._failover, self._transport = Failover(self._destination), new_transport(self._destination)
         await self.logs.begin_again(self._destination)

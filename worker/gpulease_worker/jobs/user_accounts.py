@@ -56,8 +56,8 @@ def reason_to_refuse(uid: int | None, own: int) -> str | None:
     """Why a worker that runs as user `own` refuses a job of user `uid`, as a sentence; None when it does not."""
     if uid is None:
         return (
-            "The daemon could not tell which user submitted it, so there is no user to run it as."
-            " Submit it through the daemon's Unix socket or 127.0.0.1."
+            "The daemon's host has no user of the name under which it was submitted, so there is no user id to run it"
+            " as. Create that user there, with the same id as on this node, and then a new token."
         )
     if own in (0, uid):
         return None
