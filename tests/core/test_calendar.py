@@ -70,6 +70,23 @@ def test_others_get_a_reserved_gpu_only_for_a_time_that_ends_before_the_window()
     assert is_active(here, ask(here, user="bob", time_s=FITS_S - 10))
 
 
+@pytest.mark.parametrize(("what", "said"), [("lease", "is held by lease-"), ("process", "by pid 4242")])
+def test_who_has_a_reserved_gpu_is_named_beside_the_reservation_until_its_window_begins(what: str, said: str) -> None:
+    here = world(gpus=1)
+    if what == "lease":
+        ask(here, user="eve", time_s=60.0)
+    assert here.reserve(uuid(0), user="ada") is None
+    if what == "process":
+        here.node(gpus=[gpu(0, pids=(4242,))])
+    waits = ask(here, user="bob")
+    assert said in why(here, waits)
+    assert "It is reserved for user ada from" in why(here, waits)
+    here.at_s += HOUR_S
+    here.report()
+    assert said not in why(here, waits)
+    assert "GPU 0 of a is reserved for user ada from" in why(here, waits)
+
+
 def test_the_one_whom_it_is_for_needs_no_time_and_passes_who_asked_for_the_same_before() -> None:
     here = world(gpus=1)
     here.reserve(uuid(0), user="ada")

@@ -62,10 +62,11 @@ def explain(
     gpus_left, closed = reservations.users.gpus_left(lease), reservations.users.closed_to(lease)
     placed = place(ledger, lease.demand, reserved_for_older, now, policy, most_gpus=gpus_left, closed=closed)
     unread = {gpu.device.uuid for gpu in placed.gpus} if isinstance(placed, NeedsReading) else set()
-    found = limit_obstacles(ledger, lease, gpus_left) | calendar_obstacles(reservations.users, lease, ledger, closed)
-    for gpu in ledger.gpus.values():
-        if (item := obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy)) is not None:
-            found.setdefault(item.uuid, item)
+    gpus = ledger.gpus.values()
+    each = (obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy) for gpu in gpus)
+    found = {item.uuid: item for item in each if item is not None}
+    reserved = calendar_obstacles(reservations.users, lease, ledger, closed, found)
+    found |= limit_obstacles(ledger, lease, gpus_left) | reserved
     obstacles = tuple(sorted(found.values(), key=lambda item: (item.node, item.index)))
     nodes = node_readiness(ledger, lease.demand, reserved_for_older, unread, now, policy, closed)
     position = place_in_queue(ledger, record) if stays_queued else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 
 from gpulease_protocol.explanation import Obstacle
 from gpulease_protocol.model import Lease
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import END_MARGIN_S
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import mismatch
 from gpulease_server.core.user_limits import UserUsage
@@ -19,8 +21,11 @@ ASKING_S = 30.0
 """What passes until it is asked for."""
 
 
-def calendar_obstacles(users: UserUsage, lease: Lease, ledger: Ledger, closed: frozenset[str]) -> dict[str, Obstacle]:
-    """By UUID, the GPUs that the request could use and that are closed to it."""
+def calendar_obstacles(
+    users: UserUsage, lease: Lease, ledger: Ledger, closed: frozenset[str], others: Mapping[str, Obstacle]
+) -> dict[str, Obstacle]:
+    """By UUID, the GPUs that the request could use and that are closed to it. `others`: what else keeps it from GPUs.
+    That is said too where the window has not begun: a shorter time alone would not help."""
     holder, found = lease.holder, dict[str, Obstacle]()
     group, until = users.index.group_of.get(holder.user), users.latest_end(lease)
     described: dict[str, tuple[str, str]] = {}
@@ -32,15 +37,12 @@ def calendar_obstacles(users: UserUsage, lease: Lease, ledger: Ledger, closed: f
         if entry.id not in described:
             described[entry.id] = describe_reservation(entry), _time_to_declare(lease, entry, users.now.at)
         what, to_declare = described[entry.id]
-        found[uuid] = Obstacle(
-            uuid=uuid,
-            node=gpu.device.node,
-            index=gpu.device.index,
-            code="reserved",
-            sentence=f"GPU {gpu.device.index} of {gpu.device.node} is {what}.{to_declare}",
-            since=entry.from_at,
-            until=entry.to_at,
-        )
+        sentence, other = f"GPU {gpu.device.index} of {gpu.device.node} is {what}.{to_declare}", others.get(uuid)
+        if other is None or other.code == "ends_too_soon" or entry.from_at <= users.now.at:
+            other = Obstacle(uuid=uuid, node=gpu.device.node, index=gpu.device.index, code="reserved", sentence="")
+        else:
+            sentence = f"{other.sentence} It is {what}.{to_declare}"
+        found[uuid] = replace(other, code="reserved", sentence=sentence, since=entry.from_at, until=entry.to_at)
     return found
 
 
