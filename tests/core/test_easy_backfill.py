@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.model import Event, GpuState, Lease, LeaseState, NodeMode, Selection
+from gpulease_protocol.model import Demand, Event, GpuState, Holder, Lease, LeaseState, Liveness, NodeMode, Selection
 from gpulease_server.core import backfill, queue, queue_walk
+from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.happenings import CancelRequested, Ticked
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.shadow_time import END_S, JOB_GRACE_S, JOB_START_S
@@ -529,6 +530,26 @@ def test_one_that_waits_is_told_what_to_declare_so_that_it_starts_now() -> None:
     assert longer.state is LeaseState.QUEUED
     assert ask(world, 2, time_s=longest_s).state is LeaseState.ACTIVE
     assert "With a" not in sentence(world, ask(world, 2)), "too few GPUs are left"
+
+
+@pytest.mark.parametrize(("time_s", "verdict"), [(60.0, "fits_now"), (2 * HOUR_S, "not_now"), (None, "not_now")])
+def test_a_dry_run_knows_who_would_run_ahead(time_s: float | None, verdict: str) -> None:
+    world = world_of(easy_backfill=True, max_bypass=0)
+    waits_for_all(world)
+    unmade = Lease(
+        id="dry",
+        state=LeaseState.QUEUED,
+        demand=Demand(count=2, time_s=time_s),
+        holder=Holder(user="ann"),
+        liveness=Liveness.HEARTBEAT,
+        ttl_s=LONG_S,
+        created_at=world.now.at,
+    )
+
+    said = dry_run(world.ledger, unmade, world.now, world.policy)
+
+    assert getattr(said, "verdict", None) == verdict
+    assert is_active(world, ask(world, 2, time_s=time_s)) == [verdict == "fits_now"]
 
 
 @pytest.mark.parametrize("max_bypass", [0, 1])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import OverQuota
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import Lease
+from gpulease_server.core.easy_backfill import EasyBackfill
 from gpulease_server.core.explain.connections import describe_connections
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.place import place
-from gpulease_server.core.placement import Blocked, min_gpus
+from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.reservation_view import reservations_before
@@ -50,9 +53,14 @@ def dry_run(
     if never is not None:
         return never
     if users.limit_reached(lease, min_gpus(ledger, demand)) is None:
-        gpus_left = users.gpus_left(lease)
-        reserved, closed = reservations.by_uuid.keys(), users.closed_to(lease)
-        placed = place(ledger, demand, reserved, now, policy, most_gpus=gpus_left, closed=closed)
+        gpus_left, closed = users.gpus_left(lease), users.closed_to(lease)
+
+        def find(reserved: Collection[str]) -> Placed | NeedsReading | Blocked:
+            return place(ledger, demand, reserved, now, policy, most_gpus=gpus_left, closed=closed)
+
+        placed = find(reservations.by_uuid.keys())
+        if isinstance(placed, Blocked):
+            placed = EasyBackfill(reservations).place(record, find) or placed
         if not isinstance(placed, Blocked):
             if further_jobs and (full := _queue_is_full(ledger, lease, policy, further_jobs)) is not None:
                 return full
