@@ -172,6 +172,28 @@ def test_explain_shows_the_position_and_what_is_reserved_for_older_requests() ->
 @pytest.mark.parametrize(
     ("what", "said"),
     [
+        ({"count": 3}, "Node h has 2 GPUs. There are 18 more nodes."),
+        (
+            {"gpu_model": "A100"},
+            "the models are: Model a, Model b, Model c, Model d, Model e, Model f, Model g, Model h and",
+        ),
+    ],
+)
+def test_on_many_nodes_a_request_that_never_fits_names_the_first(what: dict[str, Any], said: str) -> None:
+    world = World()
+    for name in "abcdefghijklmnopqrstuvwxyz":
+        world.node(name, gpus=[gpu(index, name, name=f"Model {name}") for index in range(2)])
+
+    sentence = refused(world, **what).sentence
+
+    assert said in sentence
+    assert "Node z" not in sentence
+    assert "Model z" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
         ({"selection": Selection.LISTED, "count": 2, "indices": (1, 9)}, "There is no GPU 9 on any node."),
         ({"selection": Selection.LISTED, "indices": (3,), "node": "b"}, "There is no GPU 3 on node b."),
         ({"selection": Selection.LISTED, "uuids": ("GPU-gone",)}, "There is no GPU GPU-gone on any node."),

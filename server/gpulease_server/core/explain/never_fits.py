@@ -10,7 +10,7 @@ from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates
 from gpulease_server.core.records import GpuRecord
-from gpulease_server.core.wording import count_gpus, some_of
+from gpulease_server.core.wording import MAX_NAMED, count_gpus, some_of
 
 
 def why_never(ledger: Ledger, demand: Demand) -> str:
@@ -56,7 +56,7 @@ def _of_model(demand: Demand, gpus: list[GpuRecord]) -> tuple[list[GpuRecord], s
     if demand.gpu_model is None:
         return gpus, ""
     fitting = [gpu for gpu in gpus if demand.gpu_model.lower() in (gpu.device.name or "").lower()]
-    models = ", ".join(sorted({gpu.device.name or "an unknown model" for gpu in gpus}))
+    models = some_of(sorted({gpu.device.name or "an unknown model" for gpu in gpus}))
     where = "" if demand.node is None else f" on node {demand.node}"
     said = f"No GPU{where} has {demand.gpu_model} in its name; the models{where and ' there'} are: {models}."
     return fitting, "" if fitting else said
@@ -78,7 +78,7 @@ def _on_one_node(demand: Demand, gpus: list[GpuRecord]) -> str:
     nodes = [gpu.device.node for gpu in gpus]
     most = max((nodes.count(node) for node in nodes), default=0)
     if demand.selection is Selection.LISTED:
-        return f"They are on different nodes ({', '.join(sorted(set(nodes)))}), and a lease uses one node."
+        return f"They are on different nodes ({some_of(sorted(set(nodes)))}), and a lease uses one node."
     return f"No node has more than {most} such GPU{'' if most == 1 else 's'}, and the request is for one node."
 
 
@@ -98,8 +98,10 @@ def is_never(ledger: Ledger, demand: Demand) -> bool:
 
 
 def describe_nodes(ledger: Ledger) -> str:
-    """How many GPUs each node has, in words."""
+    """How many GPUs each node has, in words; of many nodes the first."""
     counts: dict[str, int] = {}
     for gpu in ledger.gpus.values():
         counts[gpu.device.node] = counts.get(gpu.device.node, 0) + 1
-    return " ".join(f"Node {node} has {count_gpus(count)}." for node, count in sorted(counts.items()))
+    said = [f"Node {node} has {count_gpus(count)}." for node, count in sorted(counts.items())]
+    more = len(said) - MAX_NAMED
+    return " ".join(said if more <= 1 else [*said[:MAX_NAMED], f"There are {more} more nodes."])
