@@ -135,9 +135,12 @@ def print_error(what: str, why: str, remedy: str) -> None:
 
 def print_gpulease_error(error: GpuleaseError) -> None:
     """Print an error of the library. Its title is not repeated where its detail begins with it."""
-    title = f"{error.title}: "
-    rest = error.detail.removeprefix(title)
-    why = rest[:1].upper() + rest[1:] if error.detail.startswith(title) else error.detail
+    first, colon, rest = error.detail.partition(": ")
+    told = colon and first in (
+        error.title,
+        error.title.removesuffix(" fits"),
+    )
+    why = rest[:1].upper() + rest[1:] if told else error.detail
     what = "usage error" if type(error) is InvalidRequest else error.title.lower()
     print_error(what, why, respelled(error.remedy, COMMANDS) or _default_remedy(error))
 

@@ -221,8 +221,11 @@ class _Progress:
             return fallback is not None
         if explanation.verdict not in ("not_now", "never"):
             return False
-        # Not the words about GPUs: they say for how long a lease has been held.
-        obstacles = tuple((obstacle.code, obstacle.uuid, obstacle.lease_id) for obstacle in explanation.obstacles)
+        # Not the words about GPUs: they say for how long a lease has been held. A limit changes only when it is set.
+        obstacles = tuple(
+            (one.code, one.uuid, one.lease_id, one.sentence if one.code == "over_limit" else "")
+            for one in explanation.obstacles
+        )
         why = "" if obstacles else PASSING_NUMBER.sub("", explanation.sentence.partition(". ")[0].rstrip("."))
         self._show(describe_wait(explanation), (explanation.position, obstacles, why))
         return True

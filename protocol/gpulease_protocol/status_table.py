@@ -71,11 +71,12 @@ def render_status(
         heads, rows = ("NODE", *heads), [(gpu.node, *row) for gpu, row in zip(ordered, rows, strict=True)]
     fit, least_important = {"NODE": 8, "HOLDER": 14}, ("NAME", "MEMORY", "UTIL", "UNTIL")
     text = align_columns(heads, rows, width, cut=fit, drop=least_important) if rows else _without_gpus(nodes)
-    notes = [f"{place}: {reason}" for place, reason in _why_not_free(ordered, several_nodes)]
+    unknown = {node.name: node.reason for node in nodes if node.state is NodeState.UNKNOWN}
+    # What the line of a node says is not said again of its GPUs.
+    others = [gpu for gpu in ordered if gpu.state is not GpuState.UNKNOWN or gpu.reason != _of_gpus(unknown, gpu.node)]
+    notes = [f"{place}: {reason}" for place, reason in _why_not_free(others, several_nodes)]
     notes += [
-        f"Node {node.name} is unknown: {printable(node.reason or 'no reason was given', 300)}"
-        for node in nodes
-        if node.state is NodeState.UNKNOWN
+        f"Node {name} is unknown: {printable(reason or 'no reason was given', 300)}" for name, reason in unknown.items()
     ]
     notes += describe_reserved(reservations, now, several_nodes)
     text += "".join(wrapped(note, width) for note in notes)
@@ -111,6 +112,12 @@ def _queue(waiting: Sequence[Lease], jobs: Mapping[str, Job], now: datetime, wid
     ]
     heads = ("QUEUE", "WHO", "WANTS", "WAITING", "LEASE")
     return align_columns(heads, rows, width, cut={"WHO": 14, "WANTS": 12}, drop=("LEASE",))
+
+
+def _of_gpus(unknown: Mapping[str, str | None], node: str) -> str | None:
+    """The reason of each GPU of a node that is unknown; None without one."""
+    reason = unknown.get(node)
+    return f"Unknown: {reason}" if reason else None
 
 
 def _why_not_free(gpus: Sequence[Gpu], several_nodes: bool) -> list[tuple[str, str]]:

@@ -110,6 +110,7 @@ def test_run_with_more_gpus_than_exist_is_refused_at_once(client: Client, gpulea
     result = gpulease("run", "-n", "5", "--wait", "1h", "--", "true")
     assert result.returncode == 125
     assert lines(result.stderr)[0] == "gpulease: never fits"
+    assert lines(result.stderr)[1].startswith("  why: Asked for 5 GPUs.")
 
 
 def test_a_lease_from_acquire_to_release(client: Client, gpulease: Program) -> None:

@@ -246,3 +246,48 @@ def test_own_jobs_are_bold_and_failed_ones_red(client: Client, terminal: Callabl
     assert {line[:4] for line in rows if "ends-true" in line} == {"\x1b[1m"}
     assert {line[:5] for line in rows if "ends-false" in line} == {"\x1b[31m"}
     assert max(len(SEQUENCE.sub("", line)) for line in listed.drawn.splitlines()) <= 80
+
+
+def test_tables_of_limits_tokens_and_reservations_fit_the_terminal(
+    client: Client, terminal: Callable[..., Terminal], gpulease: Program
+) -> None:
+    member = [word for name in ("ada", "bob", "carol", "dave", "erin") for word in ("--member", name)]
+    for command in (
+        ("limits", "set", "@vision", "--gpus", "16", "--gpu-hours", "500", "--window", "7d", *member),
+        (
+            "token",
+            "create",
+            "--user",
+            "ada",
+            "--max-gpus",
+            "2",
+            "--gpu-hours-per-day",
+            "16",
+            "--note",
+            "for the agents",
+        ),
+        (
+            "reservations",
+            "add",
+            "--gpu",
+            "0",
+            "--from",
+            "200d",
+            "--to",
+            "201d",
+            "--group",
+            "vision",
+            "--reason",
+            "course",
+        ),
+    ):
+        made = gpulease(*command)
+        assert made.returncode == 0, made.stderr
+    for noun, told in (("limits", "@vision"), ("token", "token-"), ("reservations", "reservation-")):
+        listed = terminal(noun, "list", columns=80)
+        listed.end()
+        table = SEQUENCE.sub("", listed.drawn).splitlines()
+        assert max(map(len, table)) <= 80
+        assert any(line.startswith(told) for line in table)
+    for one in client.reservations():
+        client.cancel_reservation(one.id)

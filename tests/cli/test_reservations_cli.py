@@ -16,7 +16,7 @@ from tests.cli.programs import Program
 def test_what_is_reserved_goes_to_no_one_else_and_is_told(client: Client, gpulease: Program) -> None:
     gpus = client.gpus()
     node, total = gpus[0].node, len(gpus)
-    add = ("reservations", "add", "--node", node, "--gpus", str(total), "--from", "0s", "--to", "2h")
+    add = ("reservations", "add", "--node", node, "-n", str(total), "--from", "0s", "--to", "2h")
     made = gpulease(*add, "--user", "zoe-lab", "--reason", "course", "--json")
     assert made.returncode == 0, made.stderr
     noun = json.loads(made.stdout)
@@ -53,4 +53,17 @@ def test_without_a_node_the_options_that_name_gpus_are_named(gpulease: Program) 
     for which in ((), ("--gpus", "2"), ("--node", "a"), ("--gpu", "GPU-1", "--gpus", "2")):
         refused = gpulease("reservations", "add", *which, *window)
         assert refused.returncode == 2
-        assert "Give --node NAME and --gpus N, or --gpu UUID" in refused.stderr
+        assert "Give --node NAME and --gpus N, or --gpu GPU" in refused.stderr
+
+
+def test_gpus_are_named_and_a_reservation_is_cancelled_as_in_other_commands(client: Client, gpulease: Program) -> None:
+    add = ("reservations", "add", "--gpu", "0", "--user", "zoe-lab", "--from", "4h")
+    refused = gpulease(*add, "--to", "2h")
+    assert refused.returncode == 2
+    assert "why: --to is not after --from.\n" in refused.stderr
+    assert "There is no GPU 99." in gpulease(*add, "--gpu", "99", "--to", "6h").stderr
+    made = gpulease(*add, "--to", "6h", "--json")
+    assert made.returncode == 0, made.stderr
+    noun = json.loads(made.stdout)
+    assert [device["uuid"] for device in noun["gpus"]] == [client.gpus()[0].uuid]
+    assert gpulease("reservations", "cancel", noun["id"][:-8]).stdout == f"cancelled {noun['id']}\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import queue
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from gpulease_cli import wait_progress
 from gpulease_protocol.errors import DaemonUnavailable, NotFound, Unavailable
-from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.explanation import Explanation, Obstacle
 
 WAITS = Explanation(verdict="not_now", sentence="Not now: asked for 2 GPUs.", position=1)
 
@@ -50,6 +51,38 @@ def test_a_wait_is_shown_again_after_an_outage(
         "lease-1 waits, 1st in the queue: asked for 2 GPUs.",
         "lease-1 waits; the daemon does not answer, and is asked again.",
         "lease-1 waits, 1st in the queue: asked for 2 GPUs.",
+    ]
+
+
+def test_a_wait_for_a_limit_is_shown_again_when_the_limit_changes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(wait_progress, "POLL_S", 0.0)
+    said = "Node a has 4 GPUs; ada may have {}"
+    first, second = (
+        replace(
+            WAITS,
+            obstacles=(
+                Obstacle(
+                    uuid="GPU-1",
+                    node="a",
+                    index=0,
+                    code="over_limit",
+                    sentence=said.format(most),
+                ),
+            ),
+        )
+        for most in (2, 3)
+    )
+    client: Any = Answers(first, first, second)
+    lease: Any = SimpleNamespace(id="lease-1", created_at=datetime.now(UTC))
+    with wait_progress.QueueProgress(client) as progress:
+        progress.start(lease)
+        client.last_was_asked.get(timeout=10)
+    assert capsys.readouterr().err.splitlines() == [
+        "lease-1 waits, 1st in the queue: Node a has 4 GPUs; ada may have 2.",
+        "lease-1 waits, 1st in the queue: Node a has 4 GPUs; ada may have 3.",
     ]
 
 

@@ -187,6 +187,17 @@ def test_an_unknown_node_says_why_and_its_gpus_keep_their_holders() -> None:
     assert "ada" in shown
 
 
+def test_what_is_said_of_a_silent_node_is_not_said_again_of_its_gpus() -> None:
+    node = Node(name="a", state=NodeState.UNKNOWN, reason="node a has been silent", gpu_count=2)
+    gpus = [
+        gpu(0, GpuState.UNKNOWN, reason="Unknown: node a has been silent"),
+        gpu(1, GpuState.UNKNOWN, reason="Unknown: its node no longer shows it"),
+    ]
+    shown = render_status(gpus, [], [], NOW, [node])
+    assert "GPU 1: Unknown: its node no longer shows it\nNode a is unknown: node a has been silent\n" in shown
+    assert shown.count("silent") == 1
+
+
 def reserved(name: str, indices: str, begins_h: float, lasts_h: float, node: str = "a", **whom: str) -> Reservation:
     from_at = NOW + timedelta(hours=begins_h)
     gpus = tuple(gpu(int(index), node=node) for index in indices)

@@ -16,6 +16,7 @@ from gpulease_protocol.limits import WEEK_S, LimitKind, LimitsRequest, LimitUse
 from gpulease_protocol.status_table import align_columns, format_duration
 
 NAME = argument("name", metavar="NAME", help="A user, @GROUP, or the id of a token.")
+HEADS = ("LIMITS OF", "GPUS", "LEASES", "QUEUE", "MAX TIME", "GPU-HOURS", "MEMBERS")
 NUMBERS = {
     "gpus": "max_gpus",
     "leases": "max_leases",
@@ -123,8 +124,8 @@ def list_limits(json: bool) -> None:
     if json:
         output.print_json_list(found)
         return
-    heads = ("LIMITS OF", "GPUS", "LEASES", "QUEUE", "MAX TIME", "GPU-HOURS", "MEMBERS")
-    output.print_table(align_columns(heads, [_row(one) for one in found]))
+    rows = [_row(one) for one in found]
+    output.print_rows(HEADS, rows, cut={"LIMITS OF": 12, "MEMBERS": 8}, drop=("LEASES", "QUEUE"))
 
 
 @command(examples=("gpulease limits remove ada",))
@@ -166,8 +167,7 @@ def _print(one: LimitUse, json: bool) -> None:
     who = (
         "" if one.set_at is None else f"set by {one.set_by or 'an unknown user'} on {one.set_at.astimezone():%Y-%m-%d}"
     )
-    heads = ("LIMITS OF", "GPUS", "LEASES", "QUEUE", "MAX TIME", "GPU-HOURS", "MEMBERS")
-    output.print_table(align_columns(heads, [_row(one)]))
+    output.print_table(align_columns(HEADS, [_row(one)]))  # whole: this is where all members are seen
     if one.defaults:
         who += f"{'; ' if who else ''}of the configuration: {', '.join(one.defaults)}"
     if who:

@@ -7,7 +7,7 @@ from datetime import datetime
 import click
 
 from gpulease.client import Client
-from gpulease_cli import output
+from gpulease_cli import id_completion, names, output
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import END_OF_PERIOD, MOMENT_AHEAD, Field, Number
 from gpulease_cli.options import JSON, checked
@@ -15,7 +15,7 @@ from gpulease_cli.parameters import argument, option
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.obstacle_groups import gpu_ranges
 from gpulease_protocol.reservations import Reservation, ReservationRequest
-from gpulease_protocol.status_table import align_columns, printable
+from gpulease_protocol.status_table import align_columns, printable, short_id
 
 HEADS = ("RESERVATION", "FOR", "FROM", "TO", "GPUS", "REASON")
 
@@ -28,13 +28,21 @@ HEADS = ("RESERVATION", "FOR", "FROM", "TO", "GPUS", "REASON")
 )
 @option("--node", metavar="NAME", help="The node that has them.")
 @option(
+    "-n",
     "--gpus",
     "count",
     type=Field(Number(), ReservationRequest, "count"),
     metavar="N",
     help="How many GPUs of the node; the daemon chooses them.",
 )
-@option("--gpu", "uuids", multiple=True, metavar="UUID", help="A GPU to keep; may be repeated.")
+@option(
+    "--gpu",
+    "gpus",
+    multiple=True,
+    metavar="GPU",
+    help="A GPU to keep: INDEX, NODE:INDEX or UUID. Repeatable.",
+    shell_complete=id_completion.gpus,
+)
 @option(
     "--from",
     "from_at",
@@ -56,7 +64,7 @@ HEADS = ("RESERVATION", "FOR", "FROM", "TO", "GPUS", "REASON")
 def add(
     node: str | None,
     count: int | None,
-    uuids: tuple[str, ...],
+    gpus: tuple[str, ...],
     from_at: datetime,
     to_text: str,
     user: str | None,
@@ -69,22 +77,26 @@ def add(
     Others get these GPUs only for leases that end before the window. It is refused if another reservation, or a lease
     that may last into the window, is in the way.
     """
-    if (node is not None, count is not None, bool(uuids)) not in ((True, True, False), (False, False, True)):
-        remedy = "Give --node NAME and --gpus N, or --gpu UUID, repeated."
+    if (node is not None, count is not None, bool(gpus)) not in ((True, True, False), (False, False, True)):
+        remedy = "Give --node NAME and --gpus N, or --gpu GPU, repeated."
         raise InvalidRequest("It is not said which GPUs.", remedy=remedy)
-    request = checked(
-        lambda: ReservationRequest(
-            node=node,
-            count=count,
-            gpus=list(uuids),
-            from_at=from_at,
-            to_at=END_OF_PERIOD.after(to_text, from_at),
-            user=user,
-            group=None if group is None else group.removeprefix("@"),
-            reason=reason,
-        )
-    )
+    to_at = END_OF_PERIOD.after(to_text, from_at)
+    if to_at <= from_at:
+        raise InvalidRequest("--to is not after --from.", remedy="Correct one of them and try again.")
     with Client() as client:
+        uuids = [names.find_gpu(client, one).uuid for one in gpus]
+        request = checked(
+            lambda: ReservationRequest(
+                node=node,
+                count=count,
+                gpus=uuids,
+                from_at=from_at,
+                to_at=to_at,
+                user=user,
+                group=None if group is None else group.removeprefix("@"),
+                reason=reason,
+            )
+        )
         made = client.create_reservation(request)
     if json:
         output.print_json(made)
@@ -101,16 +113,19 @@ def list_reservations(json: bool) -> None:
     if json:
         output.print_json_list(found)
     else:
-        output.print_table(align_columns(HEADS, [_row(one) for one in found]))
+        on_terminal = output.terminal_width() is not None
+        rows = [(short_id(one.id) if on_terminal else one.id, *_row(one)[1:]) for one in found]
+        output.print_rows(HEADS, rows, cut={"FOR": 8, "GPUS": 8, "REASON": 8}, drop=("REASON", "GPUS"))
 
 
 @command(examples=("gpulease reservations cancel reservation-9f86d081884c7d65",))
-@argument("reservation_id", metavar="RESERVATION", help="Its id.")
+@argument("reservation_id", metavar="RESERVATION", help="Its id, or the beginning of it.")
 @JSON
 def cancel(reservation_id: str, json: bool) -> None:
     """Take a reservation back; it ends no lease. For administrators."""
     with Client() as client:
-        gone = client.cancel_reservation(reservation_id)
+        alike = [one.id for one in client.reservations() if one.id.startswith(reservation_id)]
+        gone = client.cancel_reservation(alike[0] if len(alike) == 1 else reservation_id)
     if json:
         output.print_json(gone)
     else:

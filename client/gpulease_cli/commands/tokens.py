@@ -13,7 +13,7 @@ from gpulease_cli.option_types import DURATION, Field, OneOf
 from gpulease_cli.options import JSON, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.status_table import align_columns, format_duration, printable
+from gpulease_protocol.status_table import format_duration, printable
 from gpulease_protocol.tokens import MADE_ROLES, BearerToken, Role, TokenRequest
 
 
@@ -130,7 +130,8 @@ def list_tokens(json: bool) -> None:
         return
     now = datetime.now(UTC)
     heads = ("TOKEN", "USER", "ROLE", "NODE", "EXPIRES", "LAST USED", "MADE BY", "BUDGET", "NOTE")
-    output.print_table(align_columns(heads, [_row(token, now) for token in tokens]))
+    cut = {"USER": 8, "NODE": 8, "BUDGET": 12, "NOTE": 12}
+    output.print_rows(heads, [_row(token, now) for token in tokens], cut=cut, drop=("MADE BY", "NODE", "BUDGET"))
 
 
 @command(examples=("gpulease token revoke token-6434526eb94cfb23",))
