@@ -6,10 +6,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from gpulease_cli.commands.metrics import GPU_WORD, plots, render_gpu
+from gpulease_cli import output
+from gpulease_cli.commands.metrics import GPU_WORD, plots, render, render_gpu
 from gpulease_cli.plot import BLANK, DOTS, LABEL, axis, plot
 from gpulease_protocol.gpu_history import GpuHistory
-from gpulease_protocol.job_metrics import JobMetrics, MetricSeries
+from gpulease_protocol.job_metrics import GpuMetrics, JobMetrics, LeaseMetrics, MetricSeries
 
 
 def dots(lines: list[str]) -> set[tuple[int, int]]:
@@ -72,6 +73,33 @@ def test_four_plots_fit_80_columns_and_say_what_is_unknown() -> None:
     first = lines.index("Utilization: mean 50%, max 50%") + 1
     columns = {column for _, column in dots(lines[first : first + 6])}
     assert (min(columns), max(columns)) == (0, 70)
+
+
+def test_the_metrics_of_a_lease_fit_80_columns_with_the_whole_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "terminal_width", lambda: 80)
+    at = datetime(2026, 11, 28, tzinfo=UTC)
+    busy = MetricSeries(mean=(1.0,) * 32, max=(1.0,) * 32, known_s=(1.0,) * 32)
+    gpu = GpuMetrics(
+        uuid="GPU-1",
+        node="a-node-with-a-long-name",
+        index=0,
+        bucket_s=1.0,
+        start_at=tuple(at + timedelta(seconds=second) for second in range(32)),
+        seconds=(1.0,) * 32,
+        utilization_ratio=busy,
+        memory_used_bytes=busy,
+        power_w=busy,
+        temperature_c=busy,
+        gpu_hours_held=0.00085,
+        gpu_hours_used=0.0005,
+        gpu_hours_unknown=0.000088,
+    )
+    hours = {"gpu_hours_held": 0.00085, "gpu_hours_used": 0.0005, "gpu_hours_unknown": 0.000088}
+    shown = render(LeaseMetrics(lease_id="lease-1", gpus=(gpu,), **hours))
+    table, _, total = shown.partition("\n\n")
+    assert max(map(len, table.splitlines())) <= 80
+    assert table.count("\N{FULL BLOCK}") == 32
+    assert "0.00009 unknown" in total
 
 
 def test_a_gpu_without_readings_is_unknown_and_not_zero() -> None:

@@ -116,7 +116,7 @@ def render(shown: JobMetrics | LeaseMetrics) -> str:
     if not rows:
         return f"{who} has not been granted a GPU yet.\n"
     held, used, unknown = _hours(shown)
-    table = align_columns(heads, rows)
+    table = align_columns(heads, rows, output.terminal_width(), cut={"GPU": 8}, drop=("TEMP", "POWER", "UNKNOWN"))
     return table + f"\nGPU-hours: {held} held, {used} used (utilization times time), {unknown} unknown\n"
 
 
@@ -195,7 +195,7 @@ def _row(gpu: GpuMetrics) -> tuple[str, ...]:
 
 def _hours(spent: GpuHours) -> tuple[str, str, str]:
     held, used, unknown = (
-        f"{hours:.2f}" if hours >= 1 else f"{hours:.2g}"
+        f"{hours:.2f}" if hours >= 1 else f"{hours:.2g}" if hours >= 1e-4 else f"{hours:.5f}"
         for hours in (spent.gpu_hours_held, spent.gpu_hours_used, spent.gpu_hours_unknown)
     )
     return held, used, unknown
