@@ -267,9 +267,9 @@ class Client(ReservationMethods):
         now. The logger `gpulease` tells who is in the way, or `on_queued` is called once instead; Ctrl-C ends a wait.
         `on_lost` is called once if the lease is lost, in a thread.
         The GPUs are freed when `owner` exits, by default this process; with `watch_owner=False` when not renewed.
-        With the same `shared_key` processes hold one lease while its owner lives. The others are those of LeaseRequest.
+        Processes with the same `shared_key` share one lease while its owner lives. The others are in LeaseRequest.
         Raises NotNow, with `explanation`, if the GPUs are not granted in time; NeverFits if waiting would be useless;
-        InvalidRequest; LeaseLost once that owner has ended, and in a rank or a child of a pool whose parent has ended.
+        InvalidRequest; LeaseLost once the owner has ended, or if this is a rank or pool child and its parent has.
         """
         ranks.check_not_orphaned()
         request = lease_request(

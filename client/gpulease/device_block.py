@@ -1,6 +1,6 @@
 """GPUs for as long as a block of code or a call: `usable_cuda_devices`, `on_gpus` and `free_cuda_devices`.
 
-For pools, sweeps and event loops, whose processes and threads outlive the work on a GPU. What must always hold:
+For pools, sweeps and event loops: their processes and threads outlive the work on a GPU. What must always hold:
 
 - A block has a lease of its own. No two open blocks have a GPU in common, in whatever thread, task, process or program.
 - The lease is given back when the block is left, however it is left. So it is when the process ends or is killed. Only

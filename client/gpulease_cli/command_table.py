@@ -64,7 +64,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         "setup": Row("Set up this host for all its users"),
         "doctor": Row("Look for problems on this host and say what to do"),
         "db": Row("The daemon's database"),
-        "policy": Row("Who gets GPUs first"),
+        "policy": Row("Try another order of the queue on recorded requests"),
         "config": Row(
             "The settings and where each comes from",
             below={
@@ -105,7 +105,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
     },
     "Nodes of a cluster": {
         "fleet": Row(
-            "Workers that a cluster's scheduler carries",
+            "Run workers as jobs of Slurm or actors of Ray",
             below={
                 "slurm": Row(
                     "Workers as jobs of Slurm",

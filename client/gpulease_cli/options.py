@@ -97,7 +97,7 @@ PRIORITY = option(
 PREEMPTIBLE = option(
     "--preemptible",
     is_flag=True,
-    help="It may end, after a notice, for others that wait, and no one ends for it; as with --priority scavenge.",
+    help="Allow others that wait to end it, after a notice; it ends no one else's work. As with --priority scavenge.",
 )
 TIME = option(
     "--time",

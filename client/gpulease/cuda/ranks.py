@@ -106,7 +106,7 @@ def _find_pool_parent(proc: Path = Path("/proc")) -> ProcessId | None:
 
 
 def check_not_orphaned(proc: Path = Path("/proc")) -> None:
-    """Raise LeaseLost if this is a rank whose launcher has ended, or the child of a pool whose parent has."""
+    """Raise LeaseLost if this process is a rank or a child of a pool, and its launcher or parent has ended."""
     if not proc_shows_own_pids():
         return
     parent = pool_parent()

@@ -43,7 +43,7 @@ RULES = {
 """The settings of `serve` that may be tried."""
 EVERYONE = "*"
 
-policy = CommandGroup("policy", "Who gets GPUs first: try another rule on what was asked for.")
+policy = CommandGroup("policy", "Try another order of the queue on recorded requests.")
 
 
 def takes_rules(function: Callable[..., Any]) -> Callable[..., Any]:
