@@ -128,14 +128,14 @@ class _WarningsBelow(logging.Handler):
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGHUP end it as Ctrl-C does, so that its request does not outlive it."""
+    """While the block runs, SIGTERM, SIGHUP and Ctrl-\\ end it as Ctrl-C does: its request does not outlive it."""
     received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         received.append(number)
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     taken = [number for number, action in before.items() if action is signal.SIG_DFL]  # under nohup one is ignored
     for number in taken:
         signal.signal(number, interrupt)

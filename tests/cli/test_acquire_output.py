@@ -21,7 +21,7 @@ def held(client: Client) -> int:
     return len(client.leases(LeaseState.ACTIVE)) + len(client.leases(LeaseState.QUEUED))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_request_is_withdrawn_when_acquire_is_ended_though_its_shell_goes_on(
     client: Client, url: str, number: signal.Signals
 ) -> None:
