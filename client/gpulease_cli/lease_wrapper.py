@@ -104,19 +104,24 @@ def wrap(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program and return its exit code."""
+    """Run the program and return its exit code, with which `eval "$(gpulease-wrap --hold ...)"` fails too."""
     from gpulease_cli import failures  # noqa: PLC0415 - as the program gpulease
 
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    holds = "--hold" in words
     try:
-        with wrap.make_context("gpulease-wrap", list(sys.argv[1:] if arguments is None else arguments)) as context:
-            code = wrap.invoke(context)
+        with wrap.make_context("gpulease-wrap", list(words)) as context:
+            holds = context.params["hold"]
+            code = wrap.invoke(context) or output.DONE
     except click.exceptions.Exit as exit_:
-        return exit_.exit_code
+        code = exit_.exit_code
     except (click.ClickException, GpuleaseError) as error:
-        return failures.report(error)
+        code = failures.report(error)
     except KeyboardInterrupt:
-        return 130
-    return code if isinstance(code, int) else 0
+        code = 130
+    if holds and code:
+        output.fail_in_shell(code)
+    return int(code)
 
 
 def _request(timeout: float, project: str, gpus: str) -> dict[str, Any]:

@@ -111,6 +111,18 @@ def test_a_holder_keeps_the_gpus_from_one_step_to_the_next(client: Client, shell
     assert "nothing to release" in nothing.stderr
 
 
+@pytest.mark.parametrize(("words", "code"), [("--pidfile gpu.pid --timeout 0.1", 75), ("--pidfil gpu.pid", 2), ("", 2)])
+def test_a_step_whose_hold_fails_does_not_go_on_without_gpus(client: Client, shell, words: str, code: int) -> None:
+    with client.lease(count=4, wait_s=60):
+        held = shell(f'set -e; eval "$("$GPU_LEASE_CMD" --hold {words})"; echo trains')
+    assert (held.returncode, held.stdout) == (code, ""), held.stderr
+
+
+def test_only_hold_writes_for_a_shell(shell) -> None:
+    failed = shell('"$GPU_LEASE_CMD" --timeout 60 -- sh -c "exit 3" --hold')
+    assert (failed.returncode, failed.stdout) == (3, ""), failed.stderr
+
+
 def test_a_pidfile_that_a_killed_holder_left_is_no_ones(client: Client, shell, tmp_path: Path) -> None:
     assert shell('"$GPU_LEASE_CMD" --hold --pidfile gpu.pid --gpus 1 --timeout 60').returncode == 0
     pid = int((tmp_path / "gpu.pid").read_text())
