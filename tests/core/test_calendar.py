@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.errors import InUse, InvalidRequest, NotFound
+from gpulease_protocol.errors import InUse, InvalidRequest, NeverFits, NotFound
 from gpulease_protocol.model import Device, GpuState, Holder, JobState, Lease, LeaseState, Liveness, Selection
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import END_MARGIN_S, MAX_RESERVATIONS, ReservationRemoved
@@ -169,6 +169,14 @@ def test_a_number_of_gpus_of_a_node_are_chosen_of_those_that_no_one_is_in_the_wa
     refused = here.reserve(node="a", count=2, user="eve")
     assert isinstance(refused, InUse)
     assert "2 GPUs of node a cannot be reserved: 0 of 4" in str(refused)
+
+
+def test_more_gpus_than_a_node_has_can_never_be_reserved() -> None:
+    here = world(gpus=4)
+    refused = here.reserve(node="a", count=5, user="ada")
+    assert isinstance(refused, NeverFits)
+    assert str(refused.detail) == "5 GPUs of node a cannot be reserved: it has 4."
+    assert here.reserve(node="a", count=4, user="ada") is None
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(2, {2, 3}), (3, {1, 2, 3}), (4, {0, 1, 2, 3})])

@@ -90,3 +90,21 @@ def test_an_address_is_kept_in_its_usual_form(text: str, usual: str) -> None:
 def test_what_no_one_can_connect_to_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="address"):
         valid_address(text)
+
+
+def test_after_a_report_that_failed_the_address_is_looked_up_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon, moves = parse("https://198.51.100.1:8750"), iter(["192.0.2.7", "192.0.2.8"])
+    monkeypatch.setattr("gpulease_worker.node_address._address_towards", lambda _: next(moves))
+
+    async def look() -> list[str | None]:
+        here, seen = NodeAddress(None), []
+        for has_failed in (False, False, True):
+            if has_failed:
+                here.look_soon()
+            here.refresh(daemon, None)
+            assert here._looking is not None
+            await here._looking
+            seen.append(here.address)
+        return seen
+
+    assert asyncio.run(look()) == ["192.0.2.7", "192.0.2.7", "192.0.2.8"]

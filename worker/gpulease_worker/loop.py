@@ -192,6 +192,7 @@ class WorkerLoop:
                 raise
             if self._allocation is not None and isinstance(error, NotAuthenticated):
                 self._allocation.look_soon()
+            self._address.look_soon()
             why = error.detail if isinstance(error, GpuleaseError) else error
             self._log_error(f"cannot report to the daemon at {self._daemon}, trying again: {why}")
             return False

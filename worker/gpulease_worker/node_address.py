@@ -81,6 +81,10 @@ class NodeAddress:
         self._looked_at_s, self._sources = time.monotonic(), sources
         self._looking = asyncio.create_task(self._look(*sources))
 
+    def look_soon(self) -> None:
+        """With the next refresh, due or not: the daemon could not be reached, perhaps because this host has moved."""
+        self._sources = None
+
     async def _look(self, daemon: Address, daemon_address: str | None) -> None:
         found = await asyncio.to_thread(_find, self._configured, daemon, daemon_address)
         if found is None:

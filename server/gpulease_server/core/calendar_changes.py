@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from datetime import UTC
 
-from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, NotFound
+from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, NeverFits, NotFound
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, GpuState, LeaseState
 from gpulease_protocol.reservations import Reservation
@@ -110,6 +110,9 @@ def _chosen(turn: Turn, asked: ReservationRequested) -> Sequence[GpuRecord] | Gp
     on_node = [] if asked.node is None else ledger.gpus_on(asked.node)
     gpus = [ledger.gpus[uuid] for uuid in asked.uuids] or sorted(on_node, key=lambda gpu: gpu.device.index)
     needed = asked.count or len(gpus)
+    if needed > len(gpus):
+        detail = f"{count_gpus(needed)} of node {asked.node} cannot be reserved: it has {len(gpus)}."
+        return NeverFits(detail, remedy="Reserve fewer, and the others of another node.")
     in_the_way = {gpu.device.uuid: _in_the_way(turn, users, asked, gpu) for gpu in gpus}
     open_gpus = [gpu for gpu in gpus if in_the_way[gpu.device.uuid] is None]
     if len(open_gpus) < needed:

@@ -48,7 +48,7 @@ that the pointer or the keyboard is at. `route.js` has the addresses (`#/jobs/ID
 | there is a stream | fetches lists of whose changes events tell once a minute |
 | 429 or 503 once | asks one by one from then on |
 | the daemon keeps no history of readings | draws no sparklines |
-| the browser's clock is set back | begins anew with all times of its own: they are in the future |
+| the browser's clock is set back | begins again with all times of its own: they are in the future |
 | the browser lets it keep nothing | keeps token, theme and bells until it is closed (`storage.js`) |
 | thousands of rows | draws a few hundred, and says how many more there are; of jobs it fetches only a few hundred |
 """

@@ -37,7 +37,7 @@ async def list_reservations(daemon: DaemonDep) -> Response:
     status_code=201,
     response_description="Reserved.",
     openapi_extra=CREATE_BODY.openapi(),
-    responses=error_responses("invalid_request", "not_found", "in_use"),
+    responses=error_responses("invalid_request", "not_found", "in_use", "never_fits"),
 )
 async def create_reservation(
     body: Annotated[ReservationRequest, Depends(CREATE_BODY)], daemon: DaemonDep, caller: CallerDep
