@@ -225,7 +225,6 @@ def broken_promises(grants: list[Grant], hardware: Hardware) -> list[str]:
 
 
 @pytest.mark.busy
-@pytest.mark.slow
 @pytest.mark.budget(30)
 @pytest.mark.timeout(300)
 def test_no_grant_rests_on_hardware_that_is_no_more(running: DaemonProcess, hardware: Hardware) -> None:
