@@ -11,6 +11,7 @@ METHODS = {
     "GET /v1/reservations": "client.reservations()",
     "GET /v1/tokens": "client.tokens()",
     "POST /v1/tokens": "gpulease token create",
+    "GET /v1/jobs/{}": 'client.job("{}")',
     "POST /v1/jobs/{}/cancel": 'client.cancel_job("{}")',
     '"queue": true': "wait_s=600",
     '"force": true': "force=True",

@@ -11,6 +11,7 @@ COMMANDS = {
     "GET /v1/reservations": "gpulease reservations list",
     "GET /v1/tokens": "gpulease token list",
     "POST /v1/tokens": "gpulease token create",
+    "GET /v1/jobs/{}": "gpulease show {}",
     "POST /v1/jobs/{}/cancel": "gpulease cancel {}",
     '"queue": true': "--wait 10m",
     '"force": true': "--force",

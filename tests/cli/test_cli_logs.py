@@ -203,7 +203,9 @@ def test_a_job_that_waits_again_shows_its_last_attempt_that_has_a_log(client: Cl
         assert shown.stderr == f"{job.id} waits again; this is the log of attempt 1:\n"
         assert shown.stdout == "it fails\n"
         assert gpulease("logs", "--attempt", "1", job.id).stdout == shown.stdout
-        assert "There is no attempt 2" in gpulease("logs", "--attempt", "2", job.id).stderr
+        refused = gpulease("logs", "--attempt", "2", job.id).stderr
+        assert "There is no attempt 2" in refused
+        assert f"`gpulease show {job.id}` shows which there were" in refused
         assert gpulease("logs", "--attempt", "1", "-f", job.id).returncode == 2
         client.cancel_job(job.id)
 

@@ -39,6 +39,9 @@ def test_a_group_is_named_with_an_at_sign_and_keeps_its_members(client: Client, 
     other = gpulease("limits", "set", "@nlp", "--member", "ada", "--gpus", "1")
     assert other.returncode == 2
     assert "user ada is in group vision" in other.stderr
+    empty = gpulease("limits", "set", "bob")
+    assert (empty.returncode, "Name at least one limit" in empty.stderr) == (2, True)
+    assert [(one.kind, one.name) for one in client.limits()] == [(LimitKind.GROUP, "vision")]
     wrong = gpulease("limits", "set", "bob", "--gpus", "0")
     assert wrong.returncode == 2
     assert "--gpus" in wrong.stderr

@@ -92,6 +92,8 @@ def set_limits(name: str, members: tuple[str, ...], json: bool, **given: Any) ->
 
     Limits that are not named stay as they are. A group counts what all of its members have; a user is in one at most.
     """
+    if not members and all(value is None for value in given.values()):
+        raise click.UsageError("Name at least one limit, such as --gpus 4", click.get_current_context())
     kind, own = _whose(name)
     with Client() as client:
         before = client.limits_of(kind, own)

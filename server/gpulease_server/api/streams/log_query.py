@@ -123,7 +123,7 @@ def record_of_attempt(record: JobRecord, number: int, node: str | None) -> JobRe
             return record
         raise NotFound(
             f"There is no attempt {number} of job {job.id}, or it is not kept.",
-            remedy="`attempts` of the job says how many there were, and `attempt_history` which are kept.",
+            remedy=f"`GET /v1/jobs/{job.id}` shows which there were, and which of the earlier ones are kept.",
         )
     if node not in (None, earlier.node):
         raise InvalidRequest(
