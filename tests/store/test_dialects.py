@@ -208,10 +208,10 @@ def test_what_an_administrator_has_set_for_other_programs_does_no_harm(postgres:
 def test_a_time_limit_of_transactions_ends_no_migration(postgres: PostgresServer) -> None:
     url = postgres.database()
     if int(postgres.execute("SHOW server_version_num")[0][0]) >= 170000:
-        postgres.execute(f"ALTER DATABASE {url.rsplit('/', 1)[1]} SET transaction_timeout = '50ms'")
+        postgres.execute(f"ALTER DATABASE {url.rsplit('/', 1)[1]} SET transaction_timeout = '1s'")
     engine = connect(url)
     with dialects.schema_change(engine, 1, 60) as connection:
-        assert connection.execute(text("SELECT 1 FROM pg_sleep(0.3)")).scalar() == 1
+        assert connection.execute(text("SELECT 1 FROM pg_sleep(1.5)")).scalar() == 1
     engine.dispose()
     postgres.drop(url)
 
