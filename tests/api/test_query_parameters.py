@@ -10,11 +10,11 @@ from tests.daemon import DaemonProcess
 @pytest.mark.parametrize(
     ("path", "unknown", "known"),
     [
-        ("/v1/leases?stat=active", "stat", "It accepts cursor, from, gpu, id_prefix, job, label, limit,"),
+        ("/v1/leases?stat=active", "stat", "It accepts cursor, gpu, id_prefix, job, label, limit, node,"),
         (
             "/v1/leases?state=active&Limit=3",
             "Limit",
-            "It accepts cursor, from, gpu, id_prefix, job, label, limit,",
+            "It accepts cursor, gpu, id_prefix, job, label, limit, node,",
         ),
         ("/v1/jobs?nam=x", "nam", "cursor, id_prefix, limit, name"),
         ("/v1/events?since=3", "since", "It accepts after, before, from, gpu,"),

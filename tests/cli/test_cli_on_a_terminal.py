@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -251,43 +252,26 @@ def test_own_jobs_are_bold_and_failed_ones_red(client: Client, terminal: Callabl
 def test_tables_of_limits_tokens_and_reservations_fit_the_terminal(
     client: Client, terminal: Callable[..., Terminal], gpulease: Program
 ) -> None:
-    member = [word for name in ("ada", "bob", "carol", "dave", "erin") for word in ("--member", name)]
-    for command in (
-        ("limits", "set", "@vision", "--gpus", "16", "--gpu-hours", "500", "--window", "7d", *member),
-        (
-            "token",
-            "create",
-            "--user",
-            "ada",
-            "--max-gpus",
-            "2",
-            "--gpu-hours-per-day",
-            "16",
-            "--note",
-            "for the agents",
-        ),
-        (
-            "reservations",
-            "add",
-            "--gpu",
-            "0",
-            "--from",
-            "200d",
-            "--to",
-            "201d",
-            "--group",
-            "vision",
-            "--reason",
-            "course",
-        ),
-    ):
-        made = gpulease(*command)
+    def make(line: str) -> str:
+        made = gpulease(*line.split(), "--json")
         assert made.returncode == 0, made.stderr
-    for noun, told in (("limits", "@vision"), ("token", "token-"), ("reservations", "reservation-")):
-        listed = terminal(noun, "list", columns=80)
-        listed.end()
-        table = SEQUENCE.sub("", listed.drawn).splitlines()
-        assert max(map(len, table)) <= 80
-        assert any(line.startswith(told) for line in table)
+        return str(json.loads(made.stdout).get("id"))
+
+    members = " ".join(f"--member {name}" for name in ("ada", "bob", "carol", "dave", "erin"))
+    make(f"limits set @vision --gpus 16 --gpu-hours 500 --window 7d {members}")
+    token = make("token create --user ada --max-gpus 2 --gpu-hours-per-day 16 --note course")
+    reservation = make("reservations add --gpu 0 --from 200d --to 201d --group vision --reason course")
+    try:
+        for noun, told in (("limits", "@vision"), ("token", "token-"), ("reservations", "reservation-")):
+            listed = terminal(noun, "list", columns=80)
+            listed.end()
+            table = SEQUENCE.sub("", listed.drawn).splitlines()
+            assert max(map(len, table)) <= 80
+            assert any(line.startswith(told) for line in table)
+    finally:  # other tests have the same daemon
+        gpulease("reservations", "cancel", reservation)
+        gpulease("token", "revoke", token)
+        gpulease("limits", "remove", "@vision")
+    assert (client.limits(), client.reservations()) == ((), ())
     for one in client.reservations():
         client.cancel_reservation(one.id)

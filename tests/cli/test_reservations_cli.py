@@ -42,7 +42,7 @@ def test_what_is_reserved_goes_to_no_one_else_and_is_told(client: Client, gpulea
     gone = gpulease("reservations", "cancel", noun["id"])
     assert gone.returncode == 1
     assert "gpulease reservations list" in gone.stderr
-    events = [one for one in client.events() if one.kind.startswith("reservation.")]
+    events = [one for one in client.events() if (one.reason or "").startswith(noun["id"])]
     assert [one.kind for one in events] == ["reservation.created", "reservation.cancelled"]
     begin = datetime.fromisoformat(noun["from_at"])
     assert f", {begin:%Y-%m-%d %H:%M:%S} UTC to " in (events[0].reason or ""), "as the events of other things say it"
