@@ -57,6 +57,7 @@ def kinds_in_the_core() -> set[str]:
     return {kind for kind in named if not kind.startswith("job.")}
 
 
+@pytest.mark.slow
 def test_each_kind_of_event_and_each_end_reason_occurs_or_is_named_here() -> None:
     kinds, reasons = kinds_in_the_core() - KINDS_ELSEWHERE.keys(), set(EndReason) - REASONS_ELSEWHERE.keys()
     for seed in range(1, 9):

@@ -108,6 +108,7 @@ def test_no_part_starts_before_all_are_prepared(tmp_path: Path) -> None:
     story(tmp_path, spec("sh", "-c", f"echo {words} >> {begun}"), tell)
 
 
+@pytest.mark.slow
 def test_torchrun_trains_over_two_nodes_with_global_ranks(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
