@@ -114,6 +114,12 @@ def test_suspend_in_a_leased_shell_hands_the_terminal_back_and_fg_continues_it(c
         os.waitpid(pid, 0)
 
 
+def test_a_renewed_lease_that_a_process_holds_is_said_to_end_with_it(client: Client, gpulease: Program) -> None:
+    with client.lease(count=1, wait_s=60) as lease:
+        said = gpulease("renew", lease.id, GPULEASE_LEASE_ID=lease.id)
+        assert said.stdout == f"{lease.id} lasts until pid {os.getpid()} ends\n", said.stderr
+
+
 def test_a_detached_lease_belongs_to_no_process(client: Client, gpulease: Program) -> None:
     acquired = gpulease("acquire", "--detach", "--ttl", "1h", "--wait", "1m")
     assert "for 1h 00m unless renewed; " in acquired.stderr

@@ -265,7 +265,10 @@ def _lease_id(client: Client, word: str) -> str:
 
 
 def _print_renewed(lease: Lease) -> None:
-    click.echo(f"{lease.id} lasts {format_duration(_lasts_s(lease))} from now")
+    if lease.liveness is Liveness.PROCESS:
+        click.echo(f"{lease.id} lasts until pid {lease.holder.owner_pid} ends{_at_most(lease)}")
+    else:
+        click.echo(f"{lease.id} lasts {format_duration(_lasts_s(lease))} from now")
 
 
 def _release(client: Client, lease_id: str, token: int | None) -> Lease:
