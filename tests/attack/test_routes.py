@@ -29,6 +29,7 @@ QUERIES: dict[str, tuple[str, ...]] = {
     "follow": ("1",), "format": ("csv",), "frames": ("1",), "from": ("2020-01-01",), "gpu": (),
     "id_prefix": ("lease-", "job-"), "job": (), "kind": ("lease", "job", "token"), "label": (), "last_s": ("60",),
     "lease": (), "limit": ("1000",), "measures": ("power_w",), "name": (), "node": (), "offset": ("0",),
+    "overlaps": ("../..",),
     "attempt": ("1",), "order": ("desc",), "points": ("10",), "rank": ("launcher", "0"), "state": (), "tail": ("10",),
     "to": (), "token": (), "user": ("ada",), "wait_s": ("0",), "wait_while": (),
 }  # fmt: skip

@@ -404,7 +404,7 @@ def test_a_viewers_token_is_remembered_on_request(browser: Browser, tmp_path: Pa
                 page.get_by_role("button", name="Sign in").click()
                 page.wait_for_selector("body[data-drawn]")
                 page.wait_for_selector(".me")
-                assert page.evaluate("localStorage.length") == int(kept)
+                page.wait_for_function("kept => localStorage.length === kept", arg=int(kept))
                 again = page.context.new_page()
                 again.goto(closed.url)
                 expect(again.locator("[data-gpu]")).to_have_count(2 if kept else 0)
