@@ -47,9 +47,9 @@ CONNECT_TIMEOUT_S = 1.0
 """Time limit for one connection."""
 CONNECT_ALL_TIMEOUT_S = 1.5
 """Time limit for connections to all addresses together: how soon a client knows that no daemon is listening."""
-DISTANT_CONNECT_TIMEOUT_S = 3.5
+DISTANT_CONNECT_TIMEOUT_S = 1.8
 """Time limit for a connection to another host, where no other address leads to the daemon: what a bad network loses is
-sent again after 1 s, and after 3 s."""
+sent again after 1 s. A client knows within 2 s that no daemon responds."""
 FAILOVER_TIMEOUT_S = 2.0
 """Time limit for a response from one of several addresses, beyond `ApiCall.hold_s`. A daemon that is stopped (SIGSTOP)
 still accepts connections; a standby has taken over after about 3.5 s."""
