@@ -285,7 +285,7 @@ def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
 def reading_threads() -> ThreadPoolExecutor:
     """The threads in which routes read the database. By default a host with many processors has more of them than the
     database has connections, and slow reads then kept the writer from its own."""
-    return ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
+    return ThreadPoolExecutor(min(READ_THREADS, (os.cpu_count() or 1) + 4), thread_name_prefix="read")
 
 
 def _signature(tls: Tls) -> list[tuple[int, ...]]:

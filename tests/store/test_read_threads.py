@@ -6,13 +6,16 @@ import threading
 from contextlib import closing
 from datetime import UTC, datetime
 
+import pytest
+
 from gpulease_protocol.model import Event
 from gpulease_server.serving import reading_threads
 from gpulease_server.store.dialects import READ_THREADS, snapshot
 from gpulease_server.store.ledger_store import Store
 
 
-def test_the_writer_commits_while_as_many_read_as_may(database_url: str) -> None:
+def test_the_writer_commits_while_as_many_read_as_may(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
     reading, ending = threading.Semaphore(0), threading.Event()
     with closing(Store(database_url)) as store:
 
