@@ -1,4 +1,4 @@
-"""Lists without pages: the bytes of a page, made in slices, of one moment."""
+"""Lists that may be long: the bytes of a page, made in slices, of one moment."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 import itertools
 
 import pytest
+from fastapi import Request
 from pydantic import TypeAdapter
 
 from gpulease_protocol.limits import LimitUse
-from gpulease_protocol.model import Gpu, GpuState, Node, Page
+from gpulease_protocol.model import Gpu, GpuState, Lease, Node, Page
 from gpulease_server.api import long_lists
-from gpulease_server.api.long_lists import list_response
+from gpulease_server.api.long_lists import list_response, page_response
 from gpulease_server.api.middleware import etag
 from gpulease_server.core.limit_changes import limit_list, limit_use
 from gpulease_server.core.presentation import GpuList, gpu_views, node_list, node_view
@@ -58,6 +59,17 @@ def test_a_list_of_limits_is_what_a_page_of_them_would_be_and_shows_one_moment(w
     answer = asyncio.run(list_response(keys, view, TypeAdapter(LimitUse)))
     assert answer.body == TypeAdapter(Page[LimitUse]).dump_json(page)
     assert [one.gpus for one in page.items] == [2, 2]
+
+
+@pytest.mark.parametrize("number", [None, 7])
+def test_a_page_that_is_made_in_slices_is_what_it_would_be_in_one_piece(world: World, number: int | None) -> None:
+    leases = [record.lease for record in world.ledger.leases.values()]
+    request = Request({"type": "http", "path": "/v1/leases", "query_string": b"limit=2", "headers": []})
+    answer = asyncio.run(page_response(request, leases, lambda lease: lease, TypeAdapter(Lease), number))
+    page = Page(items=tuple(leases), next=None if number is None else str(number))
+    assert answer.body == TypeAdapter(Page[Lease]).dump_json(page)
+    link = None if number is None else '</v1/leases?limit=2&cursor=7>; rel="next"'
+    assert answer.headers.get("link") == link
 
 
 def test_an_empty_list_is_an_empty_page() -> None:

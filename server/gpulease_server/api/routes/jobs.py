@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, Query, Request, Response
+from pydantic import TypeAdapter
 
 from gpulease_protocol import job_arrays
 from gpulease_protocol.bounds import MAX_NAME
@@ -19,6 +20,7 @@ from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.redaction import redact_job
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.long_lists import page_response
 from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, LARGE_BYTES, JsonBody, idempotency_key
 from gpulease_server.api.routes import job_dependencies
@@ -29,7 +31,6 @@ from gpulease_server.api.streams.long_poll import (
     Limit,
     WaitSeconds,
     cursor_number,
-    link_to_next,
     wait_until,
 )
 from gpulease_server.core.footprint import shown_characters
@@ -40,6 +41,7 @@ from gpulease_server.core.records import JobRecord
 from gpulease_server.runtime import ids
 
 router = new_router("/v1/jobs", "jobs")
+JOB_JSON: TypeAdapter[object] = TypeAdapter(Job)
 SUBMIT_BODY = JsonBody(JobRequest)
 CANCEL_BODY = JsonBody(CancelRequest, empty=CancelRequest())
 
@@ -121,12 +123,11 @@ async def explain_request(submitted: SubmittedDep, daemon: DaemonDep) -> Explana
     return explain_unmade(daemon, submitted)
 
 
-@router.get("", operation_id="listJobs", responses=NEXT_LINK)
+@router.get("", operation_id="listJobs", response_model=Page[Job], responses=NEXT_LINK)
 async def list_jobs(
     daemon: DaemonDep,
     caller: CallerDep,
     request: Request,
-    response: Response,
     state: Annotated[list[JobState] | None, Query(description="Only jobs in these states.")] = None,
     array: Annotated[str | None, Query(description="Only jobs of this array.", max_length=64)] = None,
     id_prefix: Annotated[
@@ -140,7 +141,7 @@ async def list_jobs(
     name: Annotated[str | None, Query(description="Only jobs of exactly this name.", max_length=MAX_TEXT)] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
-) -> Page[Job]:
+) -> Response:
     """Jobs, newest first."""
     states, after = [item.value for item in state or ()], cursor_number(cursor)
     records, number = await asyncio.to_thread(
@@ -154,11 +155,12 @@ async def list_jobs(
         id_prefix=id_prefix,
         known=daemon.ledger.jobs,
     )
-    current = (daemon.ledger.jobs.get(record.job.id, record) for record in records)
-    items = tuple(redact_job(caller, record, daemon.ledger, daemon.access) for record in current)
-    page = Page(items=items, next=None if number is None else str(number))
-    link_to_next(request, response, page.next)
-    return page
+    current = [daemon.ledger.jobs.get(record.job.id, record) for record in records]
+
+    def view(record: JobRecord) -> Job:
+        return redact_job(caller, record, daemon.ledger, daemon.access)
+
+    return await page_response(request, current, view, JOB_JSON, number)
 
 
 @router.get("/{job_id}", operation_id="getJob", responses=error_responses("not_found"))

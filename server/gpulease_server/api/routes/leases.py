@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
+from pydantic import TypeAdapter
 
 from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound, StaleToken
@@ -23,6 +24,7 @@ from gpulease_server.api.auth.peer_credentials import OwnerClaim, PeerCredential
 from gpulease_server.api.auth.redaction import redact_lease, without_env
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.lease_times import expected_starts, timed_view, with_times
+from gpulease_server.api.long_lists import page_response
 from gpulease_server.api.problems import LOCATION, error_responses
 from gpulease_server.api.query_parameters import UUID_PATTERN
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
@@ -37,7 +39,6 @@ from gpulease_server.api.streams.long_poll import (
     Limit,
     WaitSeconds,
     cursor_number,
-    link_to_next,
     wait_until,
 )
 from gpulease_server.api.time_parameters import parse_interval
@@ -57,6 +58,7 @@ from gpulease_server.runtime import ids
 from gpulease_server.runtime.grant_waiters import COMMIT_S
 
 router = new_router("/v1/leases", "leases")
+LEASE_JSON: TypeAdapter[object] = TypeAdapter(Lease)
 REQUEST_BODY = JsonBody(LeaseRequest)
 PROOF_BODY = JsonBody(HolderProof)
 QUEUED_RESPONSE: dict[int | str, dict[str, Any]] = {
@@ -177,12 +179,11 @@ async def explain_request(requested: RequestedDep, daemon: DaemonDep) -> Explana
     return explain_unmade(daemon, requested)
 
 
-@router.get("", operation_id="listLeases", responses=NEXT_LINK)
+@router.get("", operation_id="listLeases", response_model=Page[Lease], responses=NEXT_LINK)
 async def list_leases(
     daemon: DaemonDep,
     caller: CallerDep,
     request: Request,
-    response: Response,
     state: Annotated[list[LeaseState] | None, Query(description="Only leases in these states.")] = None,
     id_prefix: Annotated[
         str | None,
@@ -208,7 +209,7 @@ async def list_leases(
     ] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
-) -> Page[Lease]:
+) -> Response:
     """Leases, newest first."""
     states, after = [item.value for item in state or ()], cursor_number(cursor)
     from_at, to_at = (None, None) if overlaps is None else parse_interval("overlaps", overlaps)
@@ -228,12 +229,14 @@ async def list_leases(
         known=daemon.ledger.leases,
     )
     starts = await expected_starts(daemon, records)
+    current = [daemon.ledger.leases.get(record.lease.id, record) for record in records]
     positions = Positions(daemon.ledger)
-    views = (timed_view(daemon, daemon.ledger.leases.get(record.lease.id, record), positions) for record in records)
-    items = tuple(with_expected_start(redact_lease(caller, lease), starts) for lease in views)
-    page = Page(items=items, next=None if number is None else str(number))
-    link_to_next(request, response, page.next)
-    return page
+
+    def view(record: LeaseRecord) -> Lease:
+        lease = redact_lease(caller, timed_view(daemon, record, positions))
+        return with_expected_start(lease, starts)
+
+    return await page_response(request, current, view, LEASE_JSON, number)
 
 
 @router.get("/{lease_id}", operation_id="getLease", responses=error_responses("not_found"))
