@@ -12,8 +12,9 @@ from pydantic import TypeAdapter
 from gpulease_protocol.limits import LimitUse
 from gpulease_protocol.model import Gpu, GpuState, Lease, Node, Page
 from gpulease_server.api import long_lists
-from gpulease_server.api.long_lists import list_response, page_response
+from gpulease_server.api.long_lists import list_response
 from gpulease_server.api.middleware import etag
+from gpulease_server.api.pages import page_response
 from gpulease_server.core.limit_changes import limit_list, limit_use
 from gpulease_server.core.presentation import GpuList, gpu_views, node_list, node_view
 from tests.core.build import World

@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import TypeAdapter
-
-from gpulease_server.api.streams.long_poll import link_to_next
 
 SLICE_S = 0.003
 """For about so long a list is made without letting anything else run."""
@@ -28,20 +26,6 @@ async def list_response(
 ) -> Response:
     """The answer with a noun for each record, in one page."""
     return Response(await list_json(records, view, adapter), media_type="application/json")
-
-
-async def page_response(
-    request: Request,
-    records: Iterable[Record],
-    view: Callable[[Record], object],
-    adapter: TypeAdapter[object],
-    number: int | None,
-) -> Response:
-    """The answer with a noun for each record, in a page that continues after this number, or is the last one."""
-    cursor = None if number is None else str(number)
-    response = Response(await list_json(records, view, adapter, cursor), media_type="application/json")
-    link_to_next(request, response, cursor)
-    return response
 
 
 async def list_json(

@@ -14,10 +14,10 @@ from gpulease_server.api.auth.access_rules import CallerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.redaction import hidden_kinds, redact_event
 from gpulease_server.api.daemon_state import DaemonDep
+from gpulease_server.api.pages import NEXT_LINK, Limit, link_to_next
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.query_parameters import UUID_PATTERN
 from gpulease_server.api.streams import event_stream
-from gpulease_server.api.streams.long_poll import NEXT_LINK, Limit, link_to_next
 from gpulease_server.api.time_parameters import Moment, in_utc
 from gpulease_server.store.event_pages import EventFilter, find_events
 

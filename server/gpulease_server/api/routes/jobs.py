@@ -20,17 +20,13 @@ from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.redaction import redact_job
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
-from gpulease_server.api.long_lists import page_response
+from gpulease_server.api.pages import NEXT_LINK, Cursor, Limit, cursor_number, page_response
 from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, LARGE_BYTES, JsonBody, idempotency_key
 from gpulease_server.api.routes import job_dependencies
 from gpulease_server.api.routes.dry_run import explain_unmade
 from gpulease_server.api.streams.long_poll import (
-    NEXT_LINK,
-    Cursor,
-    Limit,
     WaitSeconds,
-    cursor_number,
     wait_until,
 )
 from gpulease_server.core.footprint import shown_characters

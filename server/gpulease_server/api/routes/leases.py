@@ -24,7 +24,7 @@ from gpulease_server.api.auth.peer_credentials import OwnerClaim, PeerCredential
 from gpulease_server.api.auth.redaction import redact_lease, without_env
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.lease_times import expected_starts, timed_view, with_times
-from gpulease_server.api.long_lists import page_response
+from gpulease_server.api.pages import NEXT_LINK, Cursor, Limit, cursor_number, page_response
 from gpulease_server.api.problems import LOCATION, error_responses
 from gpulease_server.api.query_parameters import UUID_PATTERN
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
@@ -34,11 +34,7 @@ from gpulease_server.api.routes.dry_run import explain_unmade
 from gpulease_server.api.routes.lease_changes import find_lease
 from gpulease_server.api.streams.long_poll import (
     LONG_SLICE_S,
-    NEXT_LINK,
-    Cursor,
-    Limit,
     WaitSeconds,
-    cursor_number,
     wait_until,
 )
 from gpulease_server.api.time_parameters import parse_interval

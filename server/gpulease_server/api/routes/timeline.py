@@ -14,8 +14,8 @@ from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.timeline import MAX_SPANS, Timeline
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep
+from gpulease_server.api.pages import NEXT_LINK, link_to_next
 from gpulease_server.api.query_parameters import UUID_PATTERN
-from gpulease_server.api.streams.long_poll import NEXT_LINK, link_to_next
 from gpulease_server.api.time_parameters import Moment, PeriodEnd, begin_and_end
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy

@@ -1,13 +1,12 @@
-"""Long polls, and the query parameters of pages."""
+"""Long polls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import Query, Request, Response
+from fastapi import Query, Request
 
-from gpulease_protocol.errors import InvalidRequest
 from gpulease_server.api.auth.callers import Caller, require_still_valid
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.http_limits import ON_DISCONNECT
@@ -23,28 +22,6 @@ WaitSeconds = Annotated[
     float,
     Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Hold the answer for at most this number of seconds."),
 ]
-Limit = Annotated[
-    int, Query(ge=1, le=1000, description="Maximum number of items on a page; there are fewer where they are large.")
-]
-Cursor = Annotated[str | None, Query(description="`next` of the previous page.", pattern=r"^[0-9]{1,18}$")]
-NEXT_LINK: dict[int | str, dict[str, Any]] = {
-    200: {
-        "headers": {
-            "Link": {
-                "description": 'The next page, as `<...>; rel="next"`; absent at the end.',
-                "schema": {"type": "string"},
-            }
-        }
-    }
-}
-"""OpenAPI entry of a page, for `responses` of its route."""
-
-
-def link_to_next(request: Request, response: Response, cursor: str | None, parameter: str = "cursor") -> None:
-    """Add the header `Link` to a page that has a next one."""
-    if cursor is not None:
-        url = request.url.include_query_params(**{parameter: cursor})
-        response.headers["Link"] = f'<{url.path}?{url.query}>; rel="next"'
 
 
 async def wait_until(
@@ -74,12 +51,3 @@ async def wait_until(
         if not condition():
             await daemon.wait_for(topic, min(left_s, slice_s), interrupts)
     require_still_valid(caller, daemon)
-
-
-def cursor_number(cursor: str | None) -> int | None:
-    """The number in a cursor. Raises `InvalidRequest` for any other text."""
-    if cursor is None:
-        return None
-    if not cursor.isascii() or not cursor.isdigit() or len(cursor) > 18:
-        raise InvalidRequest(f"cursor: {cursor[:40]!r} is not the `next` of a page.")
-    return int(cursor)
