@@ -140,6 +140,18 @@ class OwnerReport(Noun):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobElsewhere(Noun):
+    """An attempt of a job that runs on the node, and whose records are in another data directory than the worker's."""
+
+    job_id: str
+    """The job."""
+    attempt: int
+    """Which attempt it is, from 1."""
+    data_dir: str
+    """The data directory that it is in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedGpu(Noun):
     """A GPU of the node that its worker does not offer for leases, because another worker of the host has claimed it (a
     GPU is in the ledger of one daemon), or because a job runs on it that another database ordered."""
@@ -202,6 +214,9 @@ class NodeReport(Noun):
     """TCP ports of the lease range that no other worker of the host has; empty where it could reserve none."""
     jobs: tuple[JobReport, ...] = ()
     """Every job that the worker has a record of."""
+    jobs_elsewhere: tuple[JobElsewhere, ...] = ()
+    """Jobs that run on the node and of which it has no record, until the daemon has taken a report of this worker in:
+    none is while one of them is a job of the node."""
     realm: str | None = None
     """Boot and pid namespace in which this worker sees processes; null where it cannot tell."""
     owners: tuple[OwnerReport, ...] = ()

@@ -22,7 +22,7 @@ from gpulease_protocol.model import (
     LeaseState,
     NodeMode,
 )
-from gpulease_protocol.node_protocol import PAUSED, JobReport, RunState
+from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED, JobElsewhere, JobReport, RunState
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import JobSubmitted, SubmittedJob
 from gpulease_server.core.node import desired_state
@@ -73,6 +73,36 @@ def test_a_second_worker_for_one_node_is_refused_while_the_first_reports() -> No
     assert isinstance(world.report(worker="other"), NotAllowed)
     world.pass_time(4, silent=("a",))
     assert world.report(worker="other") is None
+
+
+def test_a_worker_without_the_records_of_a_job_that_runs_there_is_refused() -> None:
+    world = World().node()
+    job_id = world.submit()
+    world.run_job(job_id)
+    world.jobs["a"] = []
+    world.pass_time(10, silent=("a",))
+    here = JobElsewhere(job_id=job_id, attempt=1, data_dir="/srv/old")
+    strange = replace(here, job_id="job-of-another-daemon")
+    refusal = world.report(worker="other", problem=JUST_STARTED, jobs_elsewhere=(strange, here))
+    assert isinstance(refusal, NotAllowed)
+    assert str(refusal) == (
+        f"Job {job_id} runs on node a under another data directory, and would be lost."
+        " Start the worker with --data-dir /srv/old, or wait until the job has ended."
+    )
+    assert (world.state(), world.ledger.jobs[job_id].job.state) == (GpuState.UNKNOWN, JobState.RUNNING)
+    assert world.report(worker="other", jobs_elsewhere=(strange, replace(here, attempt=2))) is None
+    assert world.ledger.jobs[job_id].job.state is JobState.LOST
+
+
+def test_what_a_worker_has_records_of_is_its_own_wherever_it_runs() -> None:
+    """As when its data directory has two names."""
+    world = World().node()
+    job_id = world.submit()
+    world.run_job(job_id)
+    here = JobElsewhere(job_id=job_id, attempt=1, data_dir="/srv/same")
+    world.pass_time(10, silent=("a",))
+    assert world.report(worker="other", jobs_elsewhere=(here,)) is None
+    assert world.ledger.jobs[job_id].job.state is JobState.RUNNING
 
 
 def test_a_gpu_that_its_node_shows_no_more_goes_in_the_end_unless_it_is_held() -> None:

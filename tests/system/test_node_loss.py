@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -16,16 +17,27 @@ from tests.worker.build import number_in
 
 
 @contextmanager
-def worker(running: DaemonProcess, place: Path) -> Iterator[subprocess.Popen[bytes]]:
+def worker(running: DaemonProcess, place: Path) -> Iterator[None]:
     """The worker of a second node with two GPUs; killed in the end. Its jobs go on."""
-    command = [sys.executable, "-m", "gpulease_cli", "worker", "--url", running.url, "--node", "n2"]
-    process = subprocess.Popen([*command, "--data-dir", str(place), "--simulate", "2"])
-    try:
+    with killed_in_the_end(command(running, place)):
         eventually(lambda: free(running) == 2, 60, running.story)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+        yield
+
+
+@contextmanager
+def killed_in_the_end(start: list[str], errors: IO[bytes] | None = None) -> Iterator[None]:
+    """A program; killed in the end."""
+    with subprocess.Popen(start, stderr=errors) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def command(running: DaemonProcess, place: Path) -> list[str]:
+    """Starts that worker."""
+    start = [sys.executable, "-m", "gpulease_cli", "worker", "--url", running.url, "--node", "n2"]
+    return [*start, "--data-dir", str(place), "--simulate", "2"]
 
 
 def free(running: DaemonProcess) -> int:
@@ -58,3 +70,27 @@ def test_a_node_that_stays_away_loses_its_jobs_and_its_worker_ends_them_when_it_
         eventually(lambda: running.call("POST", "/v1/nodes/n2/forget").status == 200, 60, running.story)
         assert [node["name"] for node in running.call("GET", "/v1/nodes").json["items"]] == ["n1"]
         assert running.call("POST", "/v1/nodes/n2/forget").problem() == (404, "not_found")
+
+
+@pytest.mark.budget(30)
+def test_a_worker_on_another_data_directory_loses_no_job_of_its_node(tmp_path: Path) -> None:
+    pid_file, said = tmp_path / "pid", tmp_path / "said"
+    with daemon(tmp_path, "--simulate", "1", "--node", "n1", **USUAL) as running:
+        with worker(running, tmp_path / "n2"):
+            job = running.submit("sh", "-c", f"echo $$ > {pid_file}; exec sleep 600", gpus=2)
+            running.wait_job(job, "running")
+            eventually(lambda: number_in(pid_file) > 0, 60, running.story)
+        training = ProcessId.of(number_in(pid_file))
+        assert training is not None
+
+        refusal = f"Job {job} runs on node n2 under another data directory, and would be lost."
+        remedy = f"Start the worker with --data-dir {tmp_path / 'n2'}, or wait until the job has ended."
+        with said.open("wb") as errors, killed_in_the_end(command(running, tmp_path / "moved"), errors):
+            eventually(lambda: f"{refusal} {remedy}" in said.read_text(), 60, running.story)
+        assert running.job(job)["state"] == "running"
+        assert training.alive()
+
+        with killed_in_the_end(command(running, tmp_path / "n2")):
+            running.call("POST", f"/v1/jobs/{job}/cancel", {"grace_s": 1})
+            running.wait_job(job, "cancelled")
+        assert not training.alive()

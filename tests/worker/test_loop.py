@@ -26,6 +26,7 @@ from gpulease_protocol.model import ComputeMode, LeaseState
 from gpulease_protocol.node_protocol import (
     PAUSED,
     DesiredState,
+    JobElsewhere,
     JobOrder,
     LeaseOwner,
     NodeLease,
@@ -464,6 +465,34 @@ def test_a_job_outlives_its_worker_and_the_next_finds_it(daemon: Daemon, host: H
     assert not living(job.lease_id)
 
 
+def test_a_worker_names_the_jobs_that_run_under_another_data_directory_until_it_is_answered(
+    daemon: Daemon, host: Host, tmp_path: Path
+) -> None:
+    job = order("j", spec("sleep", "60"))
+    first = host.worker()
+    daemon.want([lease(job.lease_id, GPU)], [job])
+    before = daemon.job(RunState.RUNNING)
+    assert before.jobs_elsewhere == ()
+    kill(first.pid)
+    first.wait()
+    daemon.status = 403
+    moved = Host(tmp_path / "moved", host.url)
+    try:
+        moved.worker(poll_s=0.1)
+        elsewhere = JobElsewhere(job_id="j", attempt=1, data_dir=str(host.data_dir))
+        daemon.report(lambda report: elsewhere in report.jobs_elsewhere, "it names the job")
+        daemon.want()
+        daemon.status = 200
+        daemon.report(lambda report: report.worker_id != before.worker_id and bool(report.gpus), "it is answered")
+        assert daemon.reports[-1][1].jobs_elsewhere == ()
+    finally:
+        moved.close()
+    assert living(job.lease_id)
+    host.worker()
+    daemon.want([lease(job.lease_id, GPU)], [replace(job, stop=True, grace_s=5)])
+    daemon.job(RunState.EXITED)
+
+
 def test_jobs_continue_while_the_daemon_refuses_reports(daemon: Daemon, host: Host) -> None:
     host.worker(poll_s=0.1)
     job = order("j", spec("sh", "-c", "exit 2"))
@@ -532,7 +561,8 @@ def test_a_second_worker_on_one_data_directory_is_refused(daemon: Daemon, host: 
     _, said = second.communicate(timeout=60)
     assert second.returncode == 1
     assert said.decode() == (
-        f"gpulease worker: Another worker uses {host.data_dir}. Stop it, or give this one its own --data-dir.\n"
+        f"gpulease worker: Another worker uses {host.data_dir}."
+        " Stop it; for another daemon, give this one its own --data-dir.\n"
     )
 
 

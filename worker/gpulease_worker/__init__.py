@@ -92,6 +92,8 @@ What each failure does
 - A supervisor is killed: how the job would have ended is unknown. The worker kills everything with the marker and
   reports the job as exited without a code. A worker that starts later does the same.
 - The worker starts again under another node name: it refuses while a job of the former one runs, which it would end.
+- It starts with another data directory: it names the jobs of this host that it has no record of, and the daemon refuses
+  its reports while one of them is a job of its node (`jobs.jobs_elsewhere`).
 - The machine reboots: start times count from boot, so the boot's id is in the record, and the job is treated as above.
 - The worker is killed between 1 and 2, or right after it started the supervisor: there is an order and no `start.json`,
   so the next worker that is still ordered to run the job starts a supervisor. Of two supervisors the one with the lock

@@ -19,17 +19,17 @@ from urllib.parse import quote
 
 from gpulease_protocol import codec
 from gpulease_protocol.endpoints import ApiCall
-from gpulease_protocol.errors import GpuleaseError, NotAuthenticated
+from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, NotAuthenticated
 from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.model import ComputeMode, LeaseState
-from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED, DesiredState, NodeReport
+from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED, DesiredState, JobElsewhere, NodeReport
 from gpulease_worker.allocation import MIN_LEAVE_S, allocation_of, grace_within
 from gpulease_worker.daemon_connection import DaemonConnection
 from gpulease_worker.desired_state import read_desired_state
 from gpulease_worker.drain_pace import DrainPace
 from gpulease_worker.gpu_claims import GpuClaims, set_aside
 from gpulease_worker.host_faults import HostFaults, is_of_host
-from gpulease_worker.jobs import listening_ports
+from gpulease_worker.jobs import jobs_elsewhere, listening_ports
 from gpulease_worker.jobs.fence import ContactFile, since_boot_s
 from gpulease_worker.jobs.log_sender import LogSenders
 from gpulease_worker.jobs.port_reservation import PortReservation
@@ -193,7 +193,7 @@ class WorkerLoop:
             if self._allocation is not None and isinstance(error, NotAuthenticated):
                 self._allocation.look_soon()
             self._address.look_soon()
-            why = error.detail if isinstance(error, GpuleaseError) else error
+            why = error.detail if isinstance(error, DaemonUnavailable) else error
             self._log_error(f"cannot report to the daemon at {self._daemon}, trying again: {why}")
             return False
         finally:
@@ -284,6 +284,7 @@ class WorkerLoop:
             interface=self._address.interface,
             simulated=self._settings.simulate is not None,
             jobs=self._jobs.reports(),
+            jobs_elsewhere=self._jobs_elsewhere(),
             realm=realm(),
             owners=self._owners.reports(),
             sends_logs=True,
@@ -293,6 +294,9 @@ class WorkerLoop:
             leaving=self._leaves,
             left=has_left,
         )
+
+    def _jobs_elsewhere(self) -> tuple[JobElsewhere, ...]:
+        return () if self._desired is not None else jobs_elsewhere.find(self._settings.data_dir.absolute())
 
     def _available_s(self) -> float | None:
         return None if self._allocation is None else self._allocation.available_s()
@@ -367,6 +371,7 @@ class WorkerLoop:
             ports_in_use=self._ports_in_use,
             ports_reserved=self._ports.reserve(len(gpus), self._ports_in_use),
             jobs=self._jobs.reports(),
+            jobs_elsewhere=self._jobs_elsewhere(),
             realm=realm(),
             owners=self._owners.reports(),
             sends_logs=True,

@@ -53,7 +53,8 @@ def _run(settings: WorkerSettings) -> int:
     try:
         lock = _open_directory(settings.data_dir)
         if lock is None:
-            return _refuse(f"Another worker uses {settings.data_dir}.", "Stop it, or give this one its own --data-dir.")
+            remedy = "Stop it; for another daemon, give this one its own --data-dir."
+            return _refuse(f"Another worker uses {settings.data_dir}.", remedy)
         for problem in cgroup.prepare(settings.of_jobs.cgroup_limits):
             log.log(logging.WARNING if os.geteuid() == 0 else logging.INFO, "%s", problem)
         with suppress(asyncio.CancelledError):

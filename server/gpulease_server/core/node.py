@@ -12,6 +12,7 @@ from gpulease_protocol.node_protocol import (
     LEASE_PORTS,
     ClaimedGpu,
     DesiredState,
+    JobElsewhere,
     LogRequest,
     NodeLease,
     NodeReport,
@@ -49,7 +50,8 @@ AVAILABLE_JITTER_S = 5.0
 def on_node_reported(turn: Turn, reported: NodeReported) -> None:
     """Take in a node's full view, in this order, in which each step rests on those before it:
 
-    1. refuse a report of a second worker, and ignore one that a newer report has overtaken;
+    1. refuse a report of a second worker, or of one that does not know a job that runs there, and ignore one that a
+       newer report has overtaken;
     2. bring the node and its GPUs up to date, then the node's observation, with events for what has changed;
     3. end leases of dead owners, take in jobs, free GPUs that are clean: before `settle` grants anything;
     4. note which requested reading this report has answered.
@@ -59,6 +61,11 @@ def on_node_reported(turn: Turn, reported: NodeReported) -> None:
     if before is not None and before.worker_id != report.worker_id and not is_silent(before, turn.now, turn.policy):
         detail = f"Another worker ({before.worker_id}) reports for node {name}."
         turn.answer(reported.cause, NotAllowed(detail, remedy="Stop one of them, or give this one another --node."))
+        return
+    if (unknown := _job_elsewhere(turn.ledger, name, report)) is not None:
+        detail = f"Job {unknown.job_id} runs on node {name} under another data directory, and would be lost."
+        remedy = f"Start the worker with --data-dir {unknown.data_dir}, or wait until the job has ended."
+        turn.answer(reported.cause, NotAllowed(detail, remedy=remedy))
         return
     if _is_overtaken(before, report, reported):
         turn.answer(reported.cause, None)  # the next report says everything again
@@ -90,6 +97,15 @@ def on_node_reported(turn: Turn, reported: NodeReported) -> None:
     remove_missing_gpus(turn, observation)
     _note_answered_request(turn, observation)
     turn.answer(reported.cause, None)
+
+
+def _job_elsewhere(ledger: Ledger, node: str, report: NodeReport) -> JobElsewhere | None:
+    """A job of the node that runs there, and of which the worker has no record."""
+    if not report.jobs_elsewhere:
+        return None
+    live = {(job_id, ledger.live_jobs[job_id].job.attempts) for job_id in ledger.job_index.of_node.get(node, ())}
+    known = {(job.job_id, job.attempt) for job in report.jobs}
+    return next((one for one in report.jobs_elsewhere if (one.job_id, one.attempt) in live - known), None)
 
 
 def _take_partial(turn: Turn, reported: NodeReported, report: NodeReport, before: NodeObservation) -> None:
