@@ -1,4 +1,4 @@
-"""A query parameter that is not known is refused, with the names of those that are."""
+"""A query parameter that is not known, or given twice, is refused, with what to do."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def test_a_request_with_an_unknown_parameter_grants_nothing(api: DaemonProcess) 
     assert answer.problem() == (422, "invalid_request")
     assert answer.json["remedy"] == "It accepts wait_s."
     assert not api.call("GET", "/v1/leases?state=active&state=queued").json["items"]
+
+
+def test_a_parameter_that_is_given_twice_is_refused_unless_it_is_a_list(api: DaemonProcess) -> None:
+    answer = api.call("GET", "/v1/leases?user=ann&limit=5&user=bob")
+    assert answer.problem() == (422, "invalid_request")
+    assert (answer.json["detail"], answer.json["remedy"]) == ("user: is given 2 times.", "Give it once.")
+    for path in ("/v1/leases?state=active&state=queued", "/v1/events?kind=lease&kind=job", "/?t=1&t=2"):
+        assert api.call("GET", path).status == 200, path
 
 
 def test_unversioned_routes_accept_unknown_parameters(api: DaemonProcess) -> None:

@@ -1,8 +1,10 @@
-"""Refuses unknown query parameters: ignoring a typo such as `?stat=active` would answer a different question."""
+"""Refuses query parameters that are unknown or given twice: ignoring a typo such as `?stat=active`, or one of two
+users, would answer a different question."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args, get_origin
 
 from fastapi import Request
 from fastapi.dependencies.models import Dependant
@@ -20,9 +22,9 @@ MAX_NAMED = 5
 """Unknown parameters that are named, at most."""
 
 
-async def refuse_unknown_parameters(request: Request) -> None:
-    """Raise InvalidRequest for a query parameter that the route does not have, naming those it has, and for NUL; and
-    NotFound for a path with a name in it that is too long for anything."""
+async def refuse_wrong_parameters(request: Request) -> None:
+    """Raise InvalidRequest for a query parameter that the route does not have, naming those it has, for one that is
+    given more often than it may be, and for NUL; and NotFound for a path with a name that is too long for anything."""
     if "\0" in request.scope["path"] or any(
         "\0" in text for item in request.query_params.multi_items() for text in item
     ):
@@ -32,7 +34,8 @@ async def refuse_unknown_parameters(request: Request) -> None:
     route = request.scope.get("route")
     if not request.query_params or not isinstance(route, APIRoute) or not request.url.path.startswith(STRICT_PREFIX):
         return
-    known = sorted(set(_parameter_names(route.dependant)))
+    annotations = dict(_parameters(route.dependant))
+    known = sorted(annotations)
     unknown = [name for name in dict.fromkeys(request.query_params) if name not in known]
     if unknown:
         names = ", ".join(repr(printable(name, 40)) for name in unknown[:MAX_NAMED])
@@ -41,8 +44,19 @@ async def refuse_unknown_parameters(request: Request) -> None:
             remedy=f"It accepts {', '.join(known)}." if known else "It accepts none.",
         )
 
+    given = [name for name, _ in request.query_params.multi_items()]
+    for name in dict.fromkeys(given):
+        if given.count(name) > 1 and not _is_list(annotations[name]):
+            raise InvalidRequest(f"{name}: is given {given.count(name)} times.", remedy="Give it once.")
 
-def _parameter_names(dependant: Dependant) -> Iterator[str]:
-    yield from (field.alias for field in dependant.query_params)
+
+def _parameters(dependant: Dependant) -> Iterator[tuple[str, object]]:
+    """The names of the parameters, and their types."""
+    yield from ((field.alias, field.field_info.annotation) for field in dependant.query_params)
     for part in dependant.dependencies:
-        yield from _parameter_names(part)
+        yield from _parameters(part)
+
+
+def _is_list(annotation: object) -> bool:
+    """True for `list[X]` and `list[X] | None`."""
+    return any(get_origin(part) is list for part in (annotation, *get_args(annotation)))
