@@ -10,7 +10,7 @@ import pytest
 
 from gpulease_protocol.host.log_files import MARK, kept_from
 from gpulease_worker.jobs import log_size_limit
-from gpulease_worker.jobs.log_size_limit import MARK_EVERY_BYTES, LogSizeLimiter
+from gpulease_worker.jobs.log_size_limit import MARK_EVERY_BYTES, MARKED_BYTES, LogSizeLimiter
 
 MIB = 2**20
 BOUND = 2 * MIB
@@ -85,6 +85,18 @@ def test_a_reader_of_lines_finds_a_line_feed_every_16_mib(logs: Path, bound: Log
         longest = max(len(line) for line in file)
     assert longest <= MARK_EVERY_BYTES
     assert log.read_bytes()[16 * MIB :].startswith(MARK)
+
+
+def test_a_log_that_its_job_has_made_a_tebibyte_long_takes_no_more_disk_than_another(
+    logs: Path, bound: LogSizeLimiter, said: list[str]
+) -> None:
+    log = logs / "rank-0.log"
+    fill(log, 4 * MIB)
+    os.truncate(log, 2**40)
+    bound.finish()
+    marks = MARKED_BYTES // MARK_EVERY_BYTES
+    assert disk_use(log) <= BOUND + marks * 8192
+    assert said == []
 
 
 def test_a_log_that_its_job_has_truncated_is_limited_again(logs: Path, bound: LogSizeLimiter) -> None:

@@ -168,7 +168,9 @@ class LogSizeLimiter:
 
 def punch_marked(descriptor: int, begin: int, end: int) -> None:
     """Punch a hole, except for a mark at every MARK_EVERY_BYTES. Raises OSError like `punch`."""
-    punch(descriptor, 0, min(begin, end - MARKED_BYTES))
+    marked_from = end - MARKED_BYTES
+    punch(descriptor, 0, marked_from)
+    begin = max(begin, marked_from)  # a job can make its file as long as it likes, with nothing in it
     while begin < end:
         after = min(end, (begin // MARK_EVERY_BYTES + 1) * MARK_EVERY_BYTES)
         if begin % MARK_EVERY_BYTES == 0:
