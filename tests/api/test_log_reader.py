@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gpulease_protocol.host.log_reader import LINE_BYTES, LogReader
+from gpulease_protocol.errors import Unavailable
+from gpulease_protocol.host import log_reader
+from gpulease_protocol.host.log_reader import LINE_BYTES, MAX_RANKS, LogReader, OpenFiles
 
 
 @pytest.fixture
@@ -82,6 +84,33 @@ def test_a_launcher_that_is_rank_0_is_shown_once(tmp_path: Path, merged: LogRead
     write(tmp_path / "launcher.log", b"hello\n")
     os.link(tmp_path / "launcher.log", tmp_path / "rank-0.log")
     assert taken(merged) == b"[rank 0] hello\n"
+
+
+def test_a_job_that_makes_thousands_of_logs_costs_its_reader_a_bounded_number_of_descriptors(
+    tmp_path: Path, merged: LogReader
+) -> None:
+    for rank in range(2000):
+        write(tmp_path / f"rank-{rank}.log", b"line\n")
+    assert len(taken(merged).splitlines()) == MAX_RANKS
+    assert len(merged.descriptors) <= MAX_RANKS + 2
+
+
+def test_the_files_of_one_user_are_open_in_a_bounded_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all who read them: the daemon needs its descriptors for everyone."""
+    monkeypatch.setattr(log_reader, "OPEN_FILES", OpenFiles(3))
+    write(tmp_path / "rank-0.log", b"line\n")
+    readers = [LogReader(tmp_path, "rank-0.log", {}) for _ in range(4)]
+    try:
+        for reader in readers[:3]:
+            reader.open()
+        with pytest.raises(Unavailable, match="3 log files of one user are being read"):
+            readers[3].open()
+        readers[0].close()
+        readers[3].open()
+        assert taken(readers[3]) == b"line\n"
+    finally:
+        for reader in readers:
+            reader.close()
 
 
 def test_restarted_ranks_begin_a_new_log(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gpulease_protocol.errors import Unavailable
 from gpulease_protocol.host.log_files import kept_from, names_in, open_beneath, open_directory, stat_beneath
 
 CHUNK_BYTES = 2**16
@@ -22,6 +24,10 @@ LINE_BYTES = 2**16
 """The longest line that is sent whole when files are merged."""
 TAIL_SCAN_BYTES = 2**24
 """How far back from the end of a file `tail` looks for lines."""
+MAX_RANKS = 64
+"""Ranks whose files are merged, the lowest: a job can make files of any names, and each is held open."""
+MAX_OPEN_FILES = 1024
+"""Files of one user's jobs that a process has open at a time, for all who read them."""
 LAUNCHER = "launcher.log"
 RANK_LOG = re.compile(r"rank-(\d{1,4})\.log")
 LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
@@ -39,6 +45,31 @@ def dropped_note(size_bytes: int) -> bytes:
     return f"[... {size:.{0 if unit == 'bytes' else 1}f} {unit} of older output was dropped]\n".encode()
 
 
+class OpenFiles:
+    """Counts the files that are open, by the user who owns them. For all threads of a process."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._count = Counter[int]()
+
+    def add(self, uid: int) -> None:
+        """Count one more. Raises Unavailable where its user has as many as one may."""
+        with self._lock:
+            if self._count[uid] >= self._most:
+                raise Unavailable(f"{self._most} log files of one user are being read.", remedy="Ask again later.")
+            self._count[uid] += 1
+
+    def remove(self, uid: int) -> None:
+        """Count one less."""
+        with self._lock:
+            self._count[uid] -= 1
+            self._count += Counter()  # drops users without any
+
+
+OPEN_FILES = OpenFiles(MAX_OPEN_FILES)
+
+
 class _File:
     """One log file while it is read."""
 
@@ -50,6 +81,8 @@ class _File:
         self.offset = offset
         """Where the bytes begin that have not been returned yet."""
         self.descriptor: int | None = None
+        self._uid = 0
+        """Who owns it, while it is open."""
         self.skip_copies: bool = False
         """True if lines that are copies from another file are left out."""
         self._pending = b""
@@ -59,19 +92,32 @@ class _File:
         self._size = 0
 
     def open(self, logs: Path, tail: int | None) -> None:
-        """Open it, unless it is open or does not exist yet; with `tail`, begin with that number of last lines."""
+        """Open it, unless it is open or does not exist yet; with `tail`, begin with that number of last lines. Raises
+        Unavailable where too many of its user are open."""
         if self.descriptor is not None:
             return
         # The directory belongs to the job's user: a link in it must not give access to what only this daemon may read.
         with suppress(OSError):
-            self.descriptor = open_beneath(logs, self.name)
+            self._open(logs)
+            assert self.descriptor is not None
             if tail is not None:
                 self.offset = _tail_offset(self.descriptor, tail)
             self._skip()
 
+    def _open(self, logs: Path) -> None:
+        descriptor = open_beneath(logs, self.name)
+        try:
+            uid = os.fstat(descriptor).st_uid
+            OPEN_FILES.add(uid)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor, self._uid = descriptor, uid
+
     def close(self) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)
+            OPEN_FILES.remove(self._uid)
         self.descriptor = None
 
     def sizes(self) -> tuple[int, int]:
@@ -91,10 +137,13 @@ class _File:
                 break
         if not content and self._replaced(logs):
             content = self._lines(b"", True) + self._note(b"[... it was started again; its new log begins]\n")
-            former, self.descriptor = self.descriptor, None
+            former, uid, self.descriptor = self.descriptor, self._uid, None
             self.offset = 0
-            self.open(logs, None)
-            os.close(former)  # last, so that the new one has another number: the poller tells files apart by it
+            OPEN_FILES.remove(uid)
+            try:
+                self.open(logs, None)
+            finally:
+                os.close(former)  # last, so that the new one has another number: the poller tells files apart by it
             return content
         return content or (self._lines(b"", True) if last else b"")
 
@@ -206,7 +255,7 @@ class LogReader:
             self._files[name] = _File(name, prefix, offsets.get(key_of(name), 0), chunk_bytes)
 
     def open(self) -> None:
-        """Open the files that exist by now."""
+        """Open the files that exist by now. Raises Unavailable, as `take`, where too many of their user are open."""
         with self._reading():
             if not self._closed:
                 self._open()
@@ -227,10 +276,12 @@ class LogReader:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        with self._lock:
-            yield
-        if self._closed:
-            self._close_unless_read()
+        try:
+            with self._lock:
+                yield
+        finally:
+            if self._closed:
+                self._close_unless_read()
 
     def _close_unless_read(self) -> None:
         """Close all files, unless a read holds the lock. Does not wait for that: it may hang."""
@@ -283,7 +334,7 @@ class LogReader:
         """Add the files of ranks that have appeared, and the launcher's unless it is that of a rank."""
         with suppress(OSError):
             for name in sorted(names_in(self.logs, RANK_LOG), key=lambda name: int(key_of(name))):
-                if name not in self._files:
+                if name not in self._files and len(self._files) < MAX_RANKS:
                     self._files[name] = self._file(name, f"[rank {key_of(name)}] ")
             if LAUNCHER not in self._files and not self._launcher_is_a_rank():
                 self._files[LAUNCHER] = self._file(LAUNCHER, f"[{self._label or 'launcher'}] ")

@@ -10,7 +10,7 @@ answer to one comes when the caller has taken those before it. Then it waits unt
 | the worker | the next one is asked for the same, and is told where to go on |
 | the daemon | its requests are gone; the caller asks the next daemon for the rest |
 | a file does not answer (its user's file system) | the caller is told; its thread counts until it has ended |
-| many are asked for | `MAX_REQUESTS` at a time; together `RATE_BYTES_S` |
+| many are asked for | `MAX_REQUESTS` at a time; together `RATE_BYTES_S`; `MAX_OPEN_FILES` of one user |
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.errors import GpuleaseError, Unavailable
 from gpulease_protocol.host.daemon_thread import call_in_thread
 from gpulease_protocol.host.file_poller import FileFollower, FilePoller
 from gpulease_protocol.host.log_reader import LAUNCHER, RANK_LOG, LogReader
@@ -156,6 +156,8 @@ class _Sender:
                 await self._send(b"", end=True, problem="its files do not answer")
         except OSError as error:
             await self._send(b"", end=True, problem=f"it cannot be read: {error.strerror or error}")
+        except Unavailable as error:
+            await self._send(b"", end=True, problem=error.detail.rstrip("."))
         finally:
             self._follower.close()
             if self._reader is not None:
