@@ -221,6 +221,16 @@ def _cannot_listen(address: TcpAddress, error: Exception) -> CannotStart:
     return CannotStart(f"Port {address.port} of {address.host}: {reason}.", remedy=remedy)
 
 
+def _is_listened_on(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # who listens there may accept no one
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            return error.errno == errno.EAGAIN
+    return True
+
+
 def listen_unix(path: Path, mode: int) -> socket.socket:
     """A listening Unix socket with this mode.
 
@@ -231,8 +241,7 @@ def listen_unix(path: Path, mode: int) -> socket.socket:
         detail = f"The socket path {path} is longer than {SOCKET_PATH_BYTES} bytes."
         raise CannotStart(detail, remedy="Give a shorter --socket.")
     if path.exists():
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            probe.connect(str(path))
+        if _is_listened_on(path):
             raise CannotStart(f"Another process listens on {path}.", remedy="Give another --socket.")
         if not path.is_socket():
             raise CannotStart(f"{path} is not a socket.", remedy="Move it away, or give another --socket.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,3 +129,24 @@ def test_an_address_that_is_named_stands_alone() -> None:
     made, _ = listeners.listen_tcp("::1", 0)
     assert [one.getsockname()[0] for one in made] == ["::1"]
     made[0].close()
+
+
+def test_a_socket_whose_listener_accepts_no_one_is_another_process(tmp_path: Path) -> None:
+    """Not one that the daemon waits for: in a directory that all may write, any user can listen first."""
+    path = tmp_path / "gpulease.sock"
+    with socket.socket(socket.AF_UNIX) as squatter, socket.socket(socket.AF_UNIX) as first:
+        squatter.bind(str(path))
+        squatter.listen(0)
+        first.connect(str(path))
+        refused: list[Exception] = []
+
+        def start() -> None:
+            try:
+                listeners.listen_unix(path, 0o666).close()
+            except listeners.CannotStart as error:
+                refused.append(error)
+
+        starting = threading.Thread(target=start, daemon=True)
+        starting.start()
+        starting.join(20)
+    assert [str(error) for error in refused] == [f"Another process listens on {path}. Give another --socket."]
