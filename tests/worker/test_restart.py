@@ -348,13 +348,14 @@ def test_a_job_with_a_temporarily_unreadable_record_is_not_lost(
     play(tmp_path, story)
 
 
+@pytest.mark.parametrize("content", ["{", "[" * 100_000], ids=["cut off", "nested deeply"])
 def test_a_job_with_an_unreadable_record_is_given_up_without_a_supervisor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     monkeypatch.setattr(supervisor_watch, "UNREADABLE_S", 0.0)
     job = noting(tmp_path / "starts")
     directory = furnished(tmp_path / "jobs" / "j", job)
-    (directory / job_records.START).write_text("{")
+    (directory / job_records.START).write_text(content)
     lock = job_records.lock(directory)
     assert lock is not None
 

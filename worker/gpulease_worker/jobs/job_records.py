@@ -190,7 +190,7 @@ def read(directory: Path, name: str, kind: type[Record]) -> Record | None:
         return codec.from_json(kind, json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
