@@ -14,7 +14,7 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import ExpectedBasis, GpuState, NodeMode, Priority
+from gpulease_protocol.model import ExpectedBasis, GpuState, LeaseState, NodeMode, Priority
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import END_MARGIN_S
@@ -77,6 +77,18 @@ def test_the_next_one_waits_for_both() -> None:
     here.lease(time_s=HOUR_S)
     here.lease(time_s=60)
     assert in_s(here, here.lease().id) == 3660
+
+
+def test_who_starts_once_a_limit_keeps_out_an_earlier_request_is_expected_then() -> None:
+    here = world(3, max_bypass=1, limits=UserLimits(gpus=3))
+    here.lease(time_s=HOUR_S)
+    here.lease(2, user="dan", time_s=60)
+    for count in (3, 1):
+        here.lease(count, user="dan", time_s=HOUR_S)
+    last = here.lease(user="cid", time_s=HOUR_S, ttl_s=HOUR_S)
+    assert in_s(here, last.id) == 60
+    here.pass_time(61)
+    assert here.now_of(last).state is LeaseState.ACTIVE
 
 
 def test_without_an_end_nothing_is_said() -> None:

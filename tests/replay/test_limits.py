@@ -99,3 +99,15 @@ def test_a_user_in_two_groups_is_refused_before_anything_is_played() -> None:
 
     with pytest.raises(InvalidRequest, match="user ada is in group vision"):
         run([request("a", 0, 50)], records=groups)
+
+
+def test_once_a_limit_keeps_an_earlier_request_out_the_next_one_starts_at_once() -> None:
+    wants = [("held", "ann", 1, 900.0), ("ends", "dan", 2, 60.0), ("large", "dan", 3, 60.0), ("small", "dan", 1, 600.0)]
+    found = run(
+        [request(name, at, lasts_s, count, user=user) for at, (name, user, count, lasts_s) in enumerate(wants)]
+        + [request("last", 9.0, 60.0, user="cid")],
+        gpus=3,
+        records=[limit(LimitKind.USER, "dan", max_gpus=3)],
+        max_bypass=1,
+    )
+    assert (granted(found)["small"], granted(found)["last"]) == (61.0, 61.0)

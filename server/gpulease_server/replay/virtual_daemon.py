@@ -260,6 +260,9 @@ class VirtualDaemon:
         if outcome.granted_at_s is None:
             outcome.granted_at_s = self._now_s
         self._plan(self._now_s + outcome.request.duration_s, "end", running)
+        if self.ledger.queue and self.ledger.fleet.free:
+            # By this grant a limit may keep out one that GPUs were held for in this turn.
+            self._plan(self._now_s + self._drain_s, "tick", None)
         time_s = lease.demand.time_s
         if time_s is not None and time_s < outcome.request.duration_s:
             self._plan(self._now_s + time_s + TIME_MARGIN_S, "tick", None)

@@ -224,6 +224,10 @@ class VirtualQueue:
                 turn.put(replace(gpu, lease_id=None, draining=False))
             settle(turn)
             yield turn
+        while any(_granted(turn)):  # with it a limit may keep out a request that GPUs were held for in that turn
+            turn = Turn(ledger, now, self._undisturbed)
+            settle(turn)
+            yield turn
 
     def _first_preempted_end_s(self) -> float:
         """When the first lease or job is to have ended for a request (`core.preemption`). From then on it is not known
