@@ -5,6 +5,8 @@ from __future__ import annotations
 import getpass
 import json
 
+import pytest
+
 from gpulease import Client
 from gpulease_protocol.limits import LimitKind
 from tests.cli.programs import Program
@@ -28,6 +30,16 @@ def test_set_changes_what_it_names_and_remove_undoes_it(client: Client, gpulease
     assert again.returncode == 1
     assert "No limits are set for user ada." in again.stderr
     assert "gpulease limits list" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("hours", "shown"),
+    [("0.05", "0.000 of 0.05 in 2h"), ("1e-5", "0.000000 of 0.00001 in"), ("2.5e6", "0.0 of 2500000 in")],
+)
+def test_any_limit_of_gpu_hours_is_shown_as_it_is(client: Client, gpulease: Program, hours: str, shown: str) -> None:
+    gpulease("limits", "set", "ada", "--gpu-hours", hours, "--window", "2h")
+    assert shown in gpulease("limits", "list").stdout
+    client.remove_limits(LimitKind.USER, "ada")
 
 
 def test_a_group_is_named_with_an_at_sign_and_keeps_its_members(client: Client, gpulease: Program) -> None:

@@ -508,6 +508,20 @@ def used(here: World, kind: str, name: str) -> float:
     return found.gpu_hours_used
 
 
+@pytest.mark.parametrize(
+    ("hours", "held_s", "said"),
+    [(0.05, 180, "0.050 of the 0.05 GPU-hours"), (0.00001, 36, "0.010 of the 0.00001 GPU-hours")],
+)
+def test_a_small_limit_of_gpu_hours_and_its_use_are_not_rounded(hours: float, held_s: int, said: str) -> None:
+    here = world()
+    here.limit("ada", gpu_hours=hours, window_s=3600.0)
+    held = ask(here, user="ada")
+    skip(here, held_s - 0.5)
+    give_back(here, held)
+    assert said in why(here, ask(here, user="ada"))
+    assert f"ada: {said.split()[3]} GPU-hours in 60 min, by root" in events(here, "limits.set")[0]
+
+
 def test_gpu_hours_that_are_used_make_requests_wait_until_they_leave_the_window_and_end_nothing() -> None:
     here = world()
     here.limit("ada", gpu_hours=4.0, window_s=86400.0)

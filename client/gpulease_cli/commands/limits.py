@@ -12,6 +12,7 @@ from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DURATION, Field
 from gpulease_cli.options import JSON, checked
 from gpulease_cli.parameters import argument, option
+from gpulease_protocol.gpu_hours import plain_hours, used_hours
 from gpulease_protocol.limits import WEEK_S, LimitKind, LimitsRequest, LimitUse
 from gpulease_protocol.status_table import align_columns, format_duration
 
@@ -179,7 +180,8 @@ def _print(one: LimitUse, json: bool) -> None:
 def _row(one: LimitUse) -> tuple[str, ...]:
     hours = "-"
     if one.gpu_hours is not None:
-        hours = f"{one.gpu_hours_used or 0:.1f} of {one.gpu_hours:g} in {format_duration(one.window_s)}"
+        hours = f"{used_hours(one.gpu_hours_used or 0.0, one.gpu_hours)} of {plain_hours(one.gpu_hours)}"
+        hours += f" in {format_duration(one.window_s)}"
     return (
         _spelled(one),
         _of(one.gpus, one.max_gpus),

@@ -13,6 +13,7 @@ from gpulease_cli.option_types import DURATION, Field, OneOf
 from gpulease_cli.options import JSON, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.budgets import Budget
+from gpulease_protocol.gpu_hours import plain_hours
 from gpulease_protocol.status_table import format_duration, printable
 from gpulease_protocol.tokens import MADE_ROLES, BearerToken, Role, TokenRequest
 
@@ -155,7 +156,7 @@ def describe_budget(budget: Budget) -> str:
     if budget.max_lease_s is not None:
         words.append(f"{format_duration(budget.max_lease_s)} a lease")
     if budget.gpu_hours_per_day is not None:
-        words.append(f"{budget.gpu_hours_per_day:g} GPU-hours a day")
+        words.append(f"{plain_hours(budget.gpu_hours_per_day)} GPU-hours a day")
     return ", ".join(words)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpulease_protocol.errors import InvalidRequest, NotFound
+from gpulease_protocol.gpu_hours import plain_hours
 from gpulease_protocol.limits import LimitKind, Limits, LimitUse
 from gpulease_server.core.budget_records import count_window
 from gpulease_server.core.gpu_time import new_gpu_time, resized, used_s
@@ -94,7 +95,7 @@ def describe_limits(record: LimitRecord) -> str:
         "" if limits.max_leases is None else f"{limits.max_leases} leases",
         "" if limits.max_queued is None else f"{limits.max_queued} requests in the queue",
         "" if limits.max_lease_s is None else f"{duration(limits.max_lease_s)} for a lease",
-        "" if limits.gpu_hours is None else f"{limits.gpu_hours:g} GPU-hours in {duration(limits.window_s)}",
+        "" if limits.gpu_hours is None else f"{plain_hours(limits.gpu_hours)} GPU-hours in {duration(limits.window_s)}",
         f"members {some_of(record.members)}" if record.members else "",
     ]
     return ", ".join(filter(None, said)) or "none"

@@ -52,6 +52,7 @@ from dataclasses import field
 from datetime import UTC, date, datetime, time, timedelta
 
 from gpulease_protocol.budgets import Budget, BudgetUse
+from gpulease_protocol.gpu_hours import plain_hours, used_of
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.fast_replace import replace
@@ -116,7 +117,8 @@ class TokenBudgets:
             return f"{share} are kept for the older request {self.kept_for(lease)[0]}"
         if left_s is not None and left_s < wanted * MIN_USE_S:
             until = f"{_midnight(record.day + timedelta(days=1)):%Y-%m-%d %H:%M} UTC"
-            used = f"{record.used_s / 3600:.2f} of the {budget.gpu_hours_per_day:g} GPU-hours a day of token {token}"
+            daily = budget.gpu_hours_per_day or 0.0
+            used = f"{used_of(record.used_s / 3600, daily)} a day of token {token}"
             return f"{used} are used; the next day begins at {until}"
         return self._behind(lease)
 
@@ -168,7 +170,9 @@ class TokenBudgets:
         if budget.max_gpus is not None and wanted > budget.max_gpus:
             return f"token {token} may have {budget.max_gpus} at a time"
         if budget.gpu_hours_per_day is not None and budget.gpu_hours_per_day * 3600 < wanted * MIN_USE_S:
-            return f"the {budget.gpu_hours_per_day:g} GPU-hours a day of token {token} would not last a minute"
+            return (
+                f"the {plain_hours(budget.gpu_hours_per_day)} GPU-hours a day of token {token} would not last a minute"
+            )
         return None
 
 
@@ -266,7 +270,8 @@ def spent_leases(ledger: Ledger, now: Instant) -> Iterator[tuple[LeaseRecord, st
         left_s, longest_s = _left_s(counted(ledger, known, now)), known.budget.max_lease_s
         for record in [ledger.leases[lease_id] for lease_id, gpus in leases.items() if gpus]:
             if left_s is not None and left_s <= 0:
-                yield record, f"the {known.budget.gpu_hours_per_day:g} GPU-hours a day of token {token_id} are used"
+                daily = plain_hours(known.budget.gpu_hours_per_day or 0.0)
+                yield record, f"the {daily} GPU-hours a day of token {token_id} are used"
             elif longest_s is not None and held_s(record, now) >= longest_s:
                 yield record, f"the {longest_s:g} s that a lease of token {token_id} may last are over"
 

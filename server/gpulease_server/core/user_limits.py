@@ -48,6 +48,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from gpulease_protocol.errors import OverQuota
+from gpulease_protocol.gpu_hours import used_of
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import Demand, Holder, Lease, Priority, Selection
@@ -325,7 +326,7 @@ class UserUsage:
         assert self.now is not None
         hours, limits = used_s(self.index, one.key, self.now) / 3600, one.limits
         assert limits.gpu_hours is not None
-        within = f"{hours:.2f} of the {limits.gpu_hours:g} GPU-hours in {duration(limits.window_s)} that {one.key}"
+        within = f"{used_of(hours, limits.gpu_hours)} in {duration(limits.window_s)} that {one.key}"
         until = room_at(self.index, one.key, limits.gpu_hours * 3600, self.now)
         assert until is not None
         held = self.index.gpus[one.key]

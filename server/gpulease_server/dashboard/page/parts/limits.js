@@ -65,12 +65,13 @@ function Row({ limit, me, sets, onEdit, onDone }) {
 
 /** How much of one limit is used, in numbers and as a bar; without a limit only how much is. */
 function Part({ name, used, most, digits = 0, more = "" }) {
-  const number = (value) => value.toFixed(Number.isInteger(value) ? 0 : digits);
+  const finest = digits && most ? Math.max(digits, 1 - Math.floor(Math.log10(Math.max(used, most)))) : digits;
+  const number = (value) => value.toFixed(Number.isInteger(value) ? 0 : Math.min(finest, 9));
   const known = used !== null && used !== undefined;
   if (most === null || most === undefined)
     return html`<td data-label=${name}>${known ? html`<span class="quiet">${number(used)}</span>` : "-"}</td>`;
   const ratio = known ? used / most : null;
-  return html`<td data-label=${name} class="part"><span class="nowrap">${known ? number(used) : "?"} of ${number(most)}${more}</span><${Bar} ratio=${ratio} tone=${ratio !== null && ratio >= 1 ? "full" : ""} /></td>`;
+  return html`<td data-label=${name} class="part"><span class="nowrap">${known ? number(used) : "?"} of ${most}${more}</span><${Bar} ratio=${ratio} tone=${ratio !== null && ratio >= 1 ? "full" : ""} /></td>`;
 }
 
 function pathOf(kind, name) {
