@@ -88,9 +88,13 @@ def print_rows(
     cut: Mapping[str, int] | None = None,
     drop: Sequence[str] = (),
     styles: Sequence[str] = (),
+    none: str = "",
 ) -> None:
     """Print rows under heads. On a terminal they fit its width, as `align_columns` does it, and each row has its style;
-    in a pipe nothing is cut."""
+    in a pipe nothing is cut. `none`: the line on stderr in place of a table without a row."""
+    if none and not rows:
+        print(none, file=sys.stderr)
+        return
     table = align_columns(heads, rows, terminal_width(), cut=cut, drop=drop)
     if styles and sys.stdout.isatty():
         head, *lines = table.splitlines()

@@ -6,6 +6,7 @@ import getpass
 import json
 import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from gpulease_protocol.codec import to_json
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.node_protocol import NodeReport
 from tests.cli.programs import Program, wait_until
+from tests.daemon import daemon
 
 
 def test_pause_returns_once_nvml_is_closed_and_resume_undoes_it(client: Client, gpulease: Program) -> None:
@@ -94,6 +96,16 @@ def test_doctor_finds_the_daemon_fine_and_exits_1_if_a_check_fails(client: Clien
     assert [line.split()[0] for line in lines] == list(health.values())
     assert last.endswith(" wrong")
     assert (health["workers"], health["version"]) == ("fine", "fine")
+
+
+def test_a_list_of_nothing_is_a_sentence_and_no_heads_of_a_table(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--no-worker") as running:
+        for words in ("leases", "leases --all", "limits list", "token list", "reservations list"):
+            printed = running.gpulease(*words.split())
+            assert (printed.returncode, printed.stdout, printed.stderr[:3]) == (0, "", "No "), printed
+        printed = running.gpulease("usage", "--by", "day")
+        assert printed.stdout.startswith("\nGPU-hours from "), printed
+        assert printed.stderr == "No GPU was leased.\n"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ def list_leases(include_ended: bool, json: bool) -> None:
         short = output.terminal_width() is not None
         rows = [_row(lease, jobs.get(lease.id), now, several_nodes, short) for lease in leases]
         heads = ("LEASE", "STATE", "HOLDER", "GPUS", "SINCE", "UNTIL")
-        output.print_rows(heads, rows, cut={"STATE": 10, "HOLDER": 10, "GPUS": 6}, drop=("SINCE", "UNTIL"))
+        none = "No leases." if include_ended else "No lease is active or queued. --all shows those that have ended."
+        cut = {"STATE": 10, "HOLDER": 10, "GPUS": 6}
+        output.print_rows(heads, rows, cut=cut, drop=("SINCE", "UNTIL"), none=none)
 
 
 @command(examples=("gpulease explain job-82c4b92c1f47e880",))

@@ -128,7 +128,8 @@ def list_limits(json: bool) -> None:
         output.print_json_list(found)
         return
     rows = [_row(one) for one in found]
-    output.print_rows(HEADS, rows, cut={"LIMITS OF": 12, "MEMBERS": 8}, drop=("LEASES", "QUEUE"))
+    none = "No limits are set. Those of the configuration apply: `gpulease config show serve`."
+    output.print_rows(HEADS, rows, cut={"LIMITS OF": 12, "MEMBERS": 8}, drop=("LEASES", "QUEUE"), none=none)
 
 
 @command(examples=("gpulease limits remove ada",))

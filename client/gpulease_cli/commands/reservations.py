@@ -115,7 +115,8 @@ def list_reservations(json: bool) -> None:
     else:
         on_terminal = output.terminal_width() is not None
         rows = [(short_id(one.id) if on_terminal else one.id, *_row(one)[1:]) for one in found]
-        output.print_rows(HEADS, rows, cut={"FOR": 8, "GPUS": 8, "REASON": 8}, drop=("REASON", "GPUS"))
+        cut = {"FOR": 8, "GPUS": 8, "REASON": 8}
+        output.print_rows(HEADS, rows, cut=cut, drop=("REASON", "GPUS"), none="No reservations.")
 
 
 @command(examples=("gpulease reservations cancel reservation-9f86d081884c7d65",))

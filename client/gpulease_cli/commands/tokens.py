@@ -132,7 +132,8 @@ def list_tokens(json: bool) -> None:
     now = datetime.now(UTC)
     heads = ("TOKEN", "USER", "ROLE", "NODE", "EXPIRES", "LAST USED", "MADE BY", "BUDGET", "NOTE")
     cut = {"USER": 8, "NODE": 8, "BUDGET": 12, "NOTE": 12}
-    output.print_rows(heads, [_row(token, now) for token in tokens], cut=cut, drop=("MADE BY", "NODE", "BUDGET"))
+    rows, none = [_row(token, now) for token in tokens], "No tokens. `gpulease token create --user USER` makes one."
+    output.print_rows(heads, rows, cut=cut, drop=("MADE BY", "NODE", "BUDGET"), none=none)
 
 
 @command(examples=("gpulease token revoke token-6434526eb94cfb23",))

@@ -48,7 +48,7 @@ def usage(since: datetime, until: datetime | None, user: str | None, by: UsageKe
     rows = [(printable(share.key or "-"), *_measures(share)) for share in used.shares]
     if len(rows) > 1:
         rows.append(("all", *_measures(used)))
-    output.print_rows(heads, rows, cut={by.upper(): 10}, drop=("LEASES", "UNKNOWN", "IDLE"))
+    output.print_rows(heads, rows, cut={by.upper(): 10}, drop=("LEASES", "UNKNOWN", "IDLE"), none="No GPU was leased.")
     begin, end = used.from_at.astimezone(), used.to_at.astimezone()
     click.echo(f"\nGPU-hours from {begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}")
 
