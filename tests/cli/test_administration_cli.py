@@ -16,7 +16,7 @@ from gpulease_protocol.codec import to_json
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.node_protocol import NodeReport
 from tests.cli.programs import Program, wait_until
-from tests.daemon import daemon
+from tests.daemon import daemon, eventually, workers_of
 
 
 def test_pause_returns_once_nvml_is_closed_and_resume_undoes_it(client: Client, gpulease: Program) -> None:
@@ -96,6 +96,27 @@ def test_doctor_finds_the_daemon_fine_and_exits_1_if_a_check_fails(client: Clien
     assert [line.split()[0] for line in lines] == list(health.values())
     assert last.endswith(" wrong")
     assert (health["workers"], health["version"]) == ("fine", "fine")
+
+
+def test_doctor_says_what_to_do_about_a_node_that_is_silent_or_paused(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--simulate", "1", "--node", "box") as running:
+        assert running.process is not None
+        (worker,) = workers_of(running.process.pid)
+        worker.suspend()
+        try:
+            eventually(lambda: running.get("/readyz").status == 503, within_s=30)
+            items = json.loads(running.gpulease("doctor", "--json").stdout)["items"]
+        finally:
+            worker.resume()
+        silent = {item["check"]: item for item in items}
+        running.wait_free()
+        running.gpulease("node", "pause", "box")
+        paused = {item["check"]: item for item in json.loads(running.gpulease("doctor", "--json").stdout)["items"]}
+    assert (silent["workers"]["health"], paused["workers"]["health"]) == ("wrong", "fine")
+    assert "silent" in silent["workers"]["sentence"]
+    assert "gpulease doctor" in silent["workers"]["remedy"]
+    assert "gpulease node resume box" in paused["workers"]["sentence"]
+    assert silent["daemon"]["sentence"] == paused["daemon"]["sentence"] == "It answers."
 
 
 def test_a_list_of_nothing_is_a_sentence_and_no_heads_of_a_table(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from gpulease.client import Client
 from gpulease.cuda import libcuda
 from gpulease.cuda.ordinals import MASK, ORDER
 from gpulease_protocol.endpoints import ApiCall
-from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.errors import GpuleaseError, Unavailable
 from gpulease_protocol.host import systemd, variables
 from gpulease_protocol.host.addresses import (
     DEFAULT_URL,
@@ -170,13 +170,16 @@ def _daemon(joined: Mapping[str, str]) -> dict[str, Any]:
             facts["daemon_version"] = client.send(VERSION)
             if joined:  # the worker's token shows no nodes
                 return facts
-            ready = client.ready()
             facts["nodes"] = client.nodes()
+            ready = client.ready()
     except GpuleaseError as error:
         if "writer" in error.extra:
             return facts | {"stands_by_for": str(error.extra["writer"])}
-        remedy = error.remedy if error.remedy != "Ask again." else "gpulease node list says which node, and why."
-        facts["daemon_problem"] = error.detail
+        problem = error.detail.removeprefix("Not ready: ")
+        if any(problem in (node.reason or "") for node in facts["nodes"] or ()):
+            return facts  # `workers` says it
+        remedy = "See its log, and that of its worker." if isinstance(error, Unavailable) else error.remedy
+        facts |= {"nodes": None, "daemon_problem": error.detail}
         return facts | {"daemon_remedy": remedy or "Start one with gpulease serve, or set GPULEASE_URL."}
     readings = any(node.state is NodeState.READY and node.gpu_count for node in facts["nodes"])
     return facts | {"without_worker": ready.get("detail"), "daemon_has_readings": readings}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpulease_protocol.model import NodeMode, NodeState
-from gpulease_worker.doctor_findings import Finding, HostFacts, Outcome, fine, unknown, warning, wrong
+from gpulease_worker.doctor_findings import Finding, HostFacts, fine, unknown, warning, wrong
 
 MIN_FREE_BYTES = 2**30
 """Below this, the ledger and the logs of jobs soon fill the disk."""
@@ -93,7 +93,8 @@ def daemon(facts: HostFacts) -> Finding:
         return wrong("daemon", facts.daemon_problem, facts.daemon_remedy or "See the daemon's log.")
     if facts.stands_by_for is not None:
         return fine("daemon", f"It is a standby; the writer is {facts.stands_by_for}.")
-    can_grant = workers(facts).health is not Outcome.WRONG
+    active = (node for node in facts.nodes or () if node.mode is NodeMode.ACTIVE)
+    can_grant = facts.nodes is None or any(node.state is NodeState.READY for node in active)
     return fine("daemon", "It answers and can grant." if can_grant else "It answers.")
 
 
@@ -122,6 +123,9 @@ def workers(facts: HostFacts) -> Finding:
         sentence = "; ".join(f"{node.name}: {(node.reason or 'unknown').rstrip('.')}" for node in silent[:8])
         look = "see the log of the worker" if facts.units is None else f"systemctl status {WORKER_UNIT}"
         return wrong("workers", f"{sentence}.", f"There: {look}, and gpulease doctor.")
+    if paused := [node.name for node in facts.nodes if node.mode is NodeMode.PAUSED]:
+        names = f"{', '.join(paused[:8])} {'is' if len(paused) == 1 else 'are'}"
+        return fine("workers", f"{names} paused: nothing is granted there until gpulease node resume {paused[0]}.")
     others = [
         f"{node.name} has {node.worker_version}"
         for node in facts.nodes
