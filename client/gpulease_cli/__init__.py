@@ -33,8 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
         from gpulease_cli import standard_streams  # noqa: PLC0415 - where one is closed
 
         standard_streams.open_closed()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a label may have letters that this locale does not
-        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        if isinstance(sys.stdout.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: what one write does not take would be lost
+            encoding = sys.stdout.encoding
+            buffer = io.BufferedWriter(sys.stdout.detach())
+            sys.stdout = io.TextIOWrapper(buffer, encoding, line_buffering=True)
+        sys.stdout.reconfigure(errors="replace")  # a name or a label may have letters that this locale does not
     words = _as_options(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
     if code and "--json" not in words and _command(words) == "acquire":
@@ -73,7 +77,8 @@ def _run(words: list[str]) -> int:
 
         _discard_output()
         why = error.strerror or str(error)
-        output.print_error("the output was not written", why, "Free space there, or write it elsewhere.")
+        remedy = "Raise `ulimit -f`" if error.errno == errno.EFBIG else "Free space there"
+        output.print_error("the output was not written", why, f"{remedy}, or write it elsewhere.")
         return output.REFUSED
     return code if isinstance(code, int) else 0
 

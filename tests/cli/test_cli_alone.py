@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -239,3 +240,23 @@ def test_an_address_needs_no_scheme() -> None:
 def test_what_is_suggested_for_a_habit_exists() -> None:
     for words in COMMANDS_ELSEWHERE.values():
         assert gpulease("help", *[word for word in words.split() if not word.startswith("-")]).returncode == 0, words
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_of_which_only_the_beginning_was_written_is_an_error(tmp_path: Path, unbuffered: str) -> None:
+    with (tmp_path / "settings").open("wb") as output:
+        result = subprocess.run(
+            ["sh", "-c", 'ulimit -f 2; exec "$@"', "sh", sys.executable, "-m", "gpulease_cli", "config", "show"],
+            env=environ(PYTHONUNBUFFERED=unbuffered),
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (tmp_path / "settings").stat().st_size == 1024  # of sh the unit is 512 bytes
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[1:] == [
+        "  why: File too large",
+        "  do:  Raise `ulimit -f`, or write it elsewhere.",
+    ]
