@@ -10,8 +10,8 @@ from gpulease_protocol.noun import Noun
 
 _VERBS = {
     "gpu": "clean conflict conflict_over cordoned foreign foreign_over gone leftover recovered uncordoned unhealthy",
-    "job": "cancelled ended ended_for_reservation failed grown lost preempted ready regrouped retried running shrunk"
-    " starting stopping stuck submitted succeeded timed_out",
+    "job": "ended ended_for_reservation grown preempted ready regrouped retried running shrunk starting stopping stuck"
+    " submitted",
     "lease": "budget_spent ended granted grown kept lost preempted preempting preemption_withdrawn queued"
     " reclaim_notice reclaim_withdrawn reclaimed revived revoked shrunk unwatched",
     "ledger": "recovered",

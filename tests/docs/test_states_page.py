@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import pytest
 
+from gpulease_protocol.events import KINDS
 from gpulease_protocol.states import Activity, EndReason, GpuState, JobState, LeaseState, NodeMode, PartState
 from tests.docs.pages import ROOT
 
@@ -31,3 +32,8 @@ def test_every_next_state_is_a_state() -> None:
                 rf"^\| `{state}` \|[^|]*\|([^|]*)\|$", PAGE.split(f"## {kind.__name__[:-5]}")[1], re.MULTILINE
             )[:1]
             assert set(re.findall(r"`(\w+)`", line)) <= {*kind, "retries"}
+
+
+def test_every_kind_of_event_has_a_meaning() -> None:
+    kinds = re.findall(r"`([a-z]+\.[a-z_]+)`", "".join(re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)))
+    assert sorted(kinds) == sorted(f"{noun}.{verb}" for noun, verbs in KINDS.items() for verb in verbs)
