@@ -157,7 +157,10 @@ class NotAllowed(GpuleaseError):
 
 
 class OverQuota(GpuleaseError):
-    """A bound is reached. End something, or ask again later."""
+    """A bound is reached. End something, or ask again later.
+
+    With status 422 instead, the request alone exceeds a limit: it would never be granted. Ask for less.
+    """
 
     code, status, title = "over_quota", 429, "Over quota"
     retry_after_s: float | None = None

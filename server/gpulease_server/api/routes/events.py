@@ -91,7 +91,8 @@ async def list_events(
     limit: Limit = 100,
 ) -> Any:
     """Recorded events, oldest first. Continue with `after` = `next`. If events between that and the next one have been
-    pruned, the answer is 410; continue after its `pruned_seq`. Events of bearer tokens are for administrators only.
+    pruned, the answer is 410; continue after its `pruned_seq`. Events of bearer tokens and of limits are for
+    administrators only.
 
     A page looks through 100,000 events at most for those that are asked for. So it may be short or even empty and
     still have a `next`.

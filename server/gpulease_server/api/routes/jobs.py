@@ -95,7 +95,7 @@ async def submit(submitted: SubmittedDep, daemon: DaemonDep, response: Response)
 
     With `array` there is one job for each index; the answer is the first one, and its `array_id` names all of them.
     With `after` it joins the queue when those jobs have ended; 422 if one that must succeed has failed.
-    429 `over_quota` where the queue has no room for them.
+    429 `over_quota` where the queue has no room for them, 422 `over_quota` where the request alone exceeds a limit.
     """
     answer: object
     try:

@@ -130,7 +130,8 @@ async def request_lease(
     """Request GPUs. Either all of them are granted (201), or none, and the request waits in the queue (202).
 
     410 if the lease has ended: the one that this Idempotency-Key made, or one that was withdrawn during the wait.
-    The problem document has it as `lease`, without `env`. 429 `over_quota` if the queue is full.
+    The problem document has it as `lease`, without `env`. 429 `over_quota` if the queue is full,
+    422 `over_quota` if the request alone exceeds a limit.
     """
     lease = await make_lease(requested, daemon, caller, request, wait_s)
     response.status_code, response.headers["Location"] = status_and_place(lease)
