@@ -66,6 +66,11 @@ def log_of(report: JobReport, name: str) -> str:
         ("exit 3", 3, "The command exited with code 3."),
         ("exit 200", 200, "The command exited with code 200."),
         ("kill -KILL $$", 137, "The command was ended by SIGKILL."),
+        (
+            "ulimit -f 1; while echo more; do :; done; kill -XFSZ $$",
+            153,
+            "The command was ended by SIGXFSZ (a file that it wrote, or its log, reached `ulimit -f`).",
+        ),
     ],
 )
 def test_a_plain_command_reports_its_exit_code(tmp_path: Path, script: str, code: int, reason: str | None) -> None:

@@ -44,6 +44,11 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """The wordings of gloo, NCCL and torch where a rank has lost another one. They say that the cause is elsewhere."""
+LIMITS = {
+    signal.SIGXFSZ: " (a file that it wrote, or its log, reached `ulimit -f`)",
+    signal.SIGXCPU: " (it reached `ulimit -t`)",
+}
+"""Resource limits that end a program: a job has those of the shell that submitted it."""
 FABRIC = " CUDA did not start (error 802): the node's fabric manager is not running, or has not finished starting."
 """What that means; appended to the reason."""
 
@@ -143,7 +148,8 @@ def _cuda(output: str) -> str:
 def _ended(code: int) -> str:
     if code > 128:
         try:
-            return f"was ended by {signal.Signals(code - 128).name}"
+            found = signal.Signals(code - 128)
+            return f"was ended by {found.name}{LIMITS.get(found, '')}"
         except ValueError:
             pass  # no such signal: it is the program's own exit code
     return f"exited with code {code}"
