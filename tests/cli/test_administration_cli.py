@@ -16,7 +16,7 @@ from gpulease_protocol.codec import to_json
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.node_protocol import NodeReport
 from tests.cli.programs import Program, wait_until
-from tests.daemon import daemon, eventually, workers_of
+from tests.daemon import USUAL, daemon, eventually, workers_of
 
 
 def test_pause_returns_once_nvml_is_closed_and_resume_undoes_it(client: Client, gpulease: Program) -> None:
@@ -99,12 +99,12 @@ def test_doctor_finds_the_daemon_fine_and_exits_1_if_a_check_fails(client: Clien
 
 
 def test_doctor_says_what_to_do_about_a_node_that_is_silent_or_paused(tmp_path: Path) -> None:
-    with daemon(tmp_path, "--simulate", "1", "--node", "box") as running:
+    with daemon(tmp_path, "--simulate", "1", "--node", "box", **USUAL) as running:
         assert running.process is not None
         (worker,) = workers_of(running.process.pid)
         worker.suspend()
         try:
-            eventually(lambda: running.get("/readyz").status == 503, within_s=30)
+            eventually(lambda: running.get("/readyz").status == 503, within_s=60)
             items = json.loads(running.gpulease("doctor", "--json").stdout)["items"]
         finally:
             worker.resume()
