@@ -108,8 +108,8 @@ class Timeline(Noun):
     to_at: datetime
     """End of the period, at most the time of the answer."""
     complete_since: datetime | None = None
-    """Null: everything in the period is told. Else what was over before this moment may be missing, because it is no
-    longer kept, or is too much for one answer."""
+    """Null: everything in the period is told. Else what was over before this moment may be missing, because the daemon
+    did not exist yet, because it is no longer kept, or because it is too much for one answer."""
     gpus: tuple[TimelineGpu, ...] = ()
     """The GPUs that there are, and those that a span is about and that are gone, by node and index."""
     spans: tuple[Span, ...] = ()

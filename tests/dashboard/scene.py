@@ -267,18 +267,19 @@ class Scene:
             connection.execute(
                 update(tables.event).where(tables.event.c.seq == row.seq).values(seq=row.seq + 1000, at=row.at - age)
             )
-        for number, (begin, end, gpu, from_h, to_h, reason) in enumerate(BANDS):
-            for seq, kind, hours in ((1 + 2 * number, begin, from_h), (2 + 2 * number, end, to_h)):
-                moment = now - timedelta(hours=hours)
-                event = {
-                    "seq": seq,
-                    "at": moment,
-                    "kind": kind,
-                    "cause": f"past-{seq}",
-                    "node": "gpubox",
-                    "reason": reason,
-                }
-                connection.execute(insert(tables.event).values({**event, "gpus": [self.hardware.uuid(gpu)]}))
+        past: list[tuple[str, list[int], float, str | None]] = [("node.ready", [], 2 * WEEK_S / HOUR_S, None)]
+        for begin, end, gpu, from_h, to_h, reason in BANDS:
+            past += [(begin, [gpu], from_h, reason), (end, [gpu], to_h, reason)]
+        for seq, (kind, gpus, hours, why) in enumerate(past, start=1):
+            event = {
+                "seq": seq,
+                "at": now - timedelta(hours=hours),
+                "kind": kind,
+                "cause": f"past-{seq}",
+                "node": "gpubox",
+                "reason": why,
+            }
+            connection.execute(insert(tables.event).values({**event, "gpus": [self.hardware.uuid(at) for at in gpus]}))
 
     def _past_leases(self, connection: Connection, works: list[Work]) -> dict[str, bytes]:
         """Write leases that have ended; their series."""

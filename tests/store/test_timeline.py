@@ -242,10 +242,18 @@ def test_a_long_queue_series_keeps_its_peaks_and_its_ends() -> None:
     assert [one.at for one in steps] == sorted({one.at for one in steps})
 
 
+def test_nothing_is_known_of_the_time_before_the_first_event(store: Store) -> None:
+    put(store, [event(1, NOW - 2 * HOUR, "node.ready")])
+    put(store, [held(2, NOW - HOUR, None)])
+    assert timeline(store, NOW - 24 * HOUR).complete_since == NOW - 2 * HOUR
+    assert timeline(store, NOW - 24 * HOUR, NOW - 3 * HOUR).complete_since == NOW - 2 * HOUR
+    assert timeline(store, NOW - HOUR).complete_since is None
+
+
 def test_what_is_pruned_is_said(store: Store) -> None:
     put(store, [held(n, NOW - (3000 - n) * MINUTE, NOW - (2999 - n) * MINUTE) for n in range(1, 2500)])
     put(store, [event(n, NOW - (2999 - n) * MINUTE, "gpu.clean", "GPU-n1-0") for n in range(1, 2500)])
-    assert timeline(store, NOW - 3000 * MINUTE).complete_since is None
+    assert timeline(store, NOW - 2998 * MINUTE).complete_since is None
     prune(store, RetentionLimits(age_s=1e7, ended=1500, events=2000))
     found = timeline(store, NOW - 3000 * MINUTE, limit=5000)
     leases = [one for one in found.spans if one.kind is SpanKind.LEASE]

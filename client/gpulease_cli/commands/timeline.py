@@ -48,6 +48,6 @@ def timeline(since: datetime, until: datetime | None, user: str | None, node: st
     click.echo("\n".join(picture(shown, width)))
     click.echo(f"\n{period(shown)}")
     if shown.complete_since is not None:
-        click.echo(f"Before {shown.complete_since.astimezone():%Y-%m-%d %H:%M} not everything is known any more.")
+        click.echo(f"Before {shown.complete_since.astimezone():%Y-%m-%d %H:%M} not everything is known.")
     if shown.next is not None:
         click.echo(f"Only the last {MAX_SPANS} leases are shown. Use a later --since.")

@@ -1,7 +1,7 @@
 """What happened to each GPU in a period: leases, the times in which it could not be used, and the length of the queue.
 
 All of it is read from the database in one snapshot, and compared with the ledger where events do not tell of an end. So
-it is the same after a restart. What is pruned is missing, and `complete_since` says so.
+it is the same after a restart. What is pruned, or older than the ledger, is missing, and `complete_since` says so.
 """
 
 from __future__ import annotations

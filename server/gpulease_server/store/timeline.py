@@ -199,12 +199,7 @@ def waits(connection: Connection, scope: Scope) -> tuple[list[tuple[datetime, da
 
 
 def kept_since(connection: Connection) -> Iterator[datetime]:
-    """Since when events are kept, and since when leases are, if any were pruned."""
-    kept = connection.execute(select(pruned.c.seq, pruned.c.leases_ended_at)).first()
-    if kept is not None and kept.leases_ended_at is not None:
-        yield kept.leases_ended_at
-    if kept is not None and kept.seq > 0:
-        oldest: Select[Any] = select(event.c.at).order_by(event.c.seq).limit(1)
-        at = connection.execute(oldest).scalar()
-        if at is not None:
-            yield at
+    """When the oldest event was; and since when leases are kept, if any were pruned."""
+    leases_ended_at = connection.execute(select(pruned.c.leases_ended_at)).scalar()
+    oldest: Select[Any] = select(event.c.at).order_by(event.c.seq).limit(1)
+    yield from (at for at in (leases_ended_at, connection.execute(oldest).scalar()) if at is not None)

@@ -118,7 +118,7 @@ function Move({ window, onMove, live }) {
 function Gaps({ timeline, window }) {
   const since = timeline.complete_since ? Date.parse(timeline.complete_since) / 1000 : 0;
   if (since > window[0])
-    return html`<p class="problem">Before <${Moment} at=${timeline.complete_since} /> not everything is known any more.</p>`;
+    return html`<p class="problem">Before <${Moment} at=${timeline.complete_since} /> not everything is known.</p>`;
   if (timeline.next)
     return html`<p class="problem">Only the last ${MOST_LEASES} leases are drawn. Zoom in for the others.</p>`;
   return null;
