@@ -279,6 +279,17 @@ def eight(hardware: Hardware) -> None:
     )
 
 
+def test_at_400_percent_all_views_are_in_the_bar_and_the_content_scrolls(
+    browser: Browser, running: DaemonProcess
+) -> None:
+    with watching(browser, running, width=320, height=256) as watched:
+        page = watched.open()
+        assert is_inside(page, "nav a")
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        page.wait_for_function("document.querySelector('header').getBoundingClientRect().bottom <= 0")
+        watched.was_good()
+
+
 def test_a_laptop_shows_8_gpus_and_the_queue_without_scrolling(
     browser: Browser, fresh: tuple[DaemonProcess, Hardware]
 ) -> None:

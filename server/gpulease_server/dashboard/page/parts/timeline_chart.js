@@ -84,7 +84,7 @@ function Axis({ window, width, nowS }) {
         ({ at, text, day }) =>
           html`<span key=${at} class=${day ? "day" : ""} style=${{ left: `${x(at)}px` }}>${text}</span>`,
       )}
-    ${now >= 0 && now <= width && html`<span class="now-mark" style=${{ left: `${now}px` }}>now</span>`}
+    ${now >= 0 && now <= width && html`<span class="now-mark" style=${{ left: `${Math.min(now, width - LABEL_PX)}px` }}>now</span>`}
   </div>`;
 }
 
