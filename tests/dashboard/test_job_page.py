@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from gpulease_protocol.log_frames import MEDIA_TYPE, LogFrame
 from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess, daemon
 from tests.dashboard.conftest import Watched, watching
@@ -26,6 +27,28 @@ from tests.http_as_user import call
 __all__ = ["modules"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+LOSES_THE_FIRST_LOG = """
+window.asked = [];
+const real = window.fetch;
+window.fetch = async (url, options) => {
+    const response = await real(url, options);
+    if (!String(url).includes("/logs?") || asked.push(String(url)) > 1) return response;
+    const reader = response.body.getReader();
+    const silent = new ReadableStream({
+        async start(to) {
+            options.signal.addEventListener("abort", () => to.error(options.signal.reason));
+            let text = "";
+            while (!text.includes("early")) {
+                const { value } = await reader.read();
+                to.enqueue(value);
+                text += new TextDecoder().decode(value);
+            }
+        },
+    });
+    return new Response(silent, { headers: response.headers });
+};
+"""
+"""The first answer with a log gives a line, and then nothing more."""
 TRAINING = """
 import os, time
 for step in range(300):
@@ -159,6 +182,49 @@ def test_a_log_follows_and_stops_when_the_reader_scrolls(
     running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
 
 
+def test_a_log_whose_connection_is_dead_goes_on_where_it_was(
+    browser: Browser, running: DaemonProcess, tmp_path: Path
+) -> None:
+    """No byte comes, and no end: as after a firewall has dropped the connection."""
+    more = tmp_path / "more"
+    script = f"echo early; until [ -e {more} ]; do sleep .05; done; echo late; sleep 600"
+    job = submit(running, "sh", "-c", script, name="silent")
+    with watching(browser, running) as watched:
+        page = watched.page
+        page.add_init_script(LOSES_THE_FIRST_LOG)
+        page.clock.install()
+        watched.open(f"#/jobs/{job['id']}")
+        rows = page.get_by_role("log").locator(".row")
+        expect(rows).to_have_text(["early"])
+        more.touch()
+        page.clock.fast_forward(46_000)
+        expect(rows).to_have_text(["early", "late"])
+        first, second = page.evaluate("asked")
+        assert ("tail=" in first, "offset=1%40" in second) == (True, True)
+        watched.was_good()
+    running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_frames_of_a_log_arrive_in_pieces_of_any_size(modules: Path, size: int) -> None:
+    frames = [LogFrame("1@0"), LogFrame("1@9", "a\n{ünïcode\n".encode()), LogFrame("1@9", end=True)]
+    found = in_node(
+        modules,
+        """
+        import { LogFrames } from "./parts/log_frames.js";
+        const frames = new LogFrames();
+        const found = [];
+        for (let at = 0; at < given.bytes.length; at += given.size) {
+            const piece = new Uint8Array(given.bytes.slice(at, at + given.size));
+            frames.add(piece, (bytes, place) => found.push([place, new TextDecoder().decode(bytes)]));
+        }
+        console.log(JSON.stringify(found));
+        """,
+        {"bytes": list(b"".join(one.encoded() for one in frames)), "size": size},
+    )
+    assert found == [[one.at, one.content.decode()] for one in frames]
+
+
 def test_a_failed_job_says_why_first(watched: Watched, running: DaemonProcess) -> None:
     """J5, J8: reason and exit code, then the log; the attempts can be chosen."""
     job = submit(running, "sh", "-c", "echo out of memory; exit 7", name="broken", retries=1)
@@ -283,7 +349,8 @@ def test_a_hundred_thousand_lines_scroll(watched: Watched, running: DaemonProces
     job = submit(running, "true", name="chatty")
     running.wait_job(job["id"])  # of a job that runs, the page would ask for all of it again
     text = "".join(f"epoch {number // 1000} step {number} loss 0.1\n" for number in range(100_000))
-    watched.page.route("**/logs*", lambda route: route.fulfill(body=text, content_type="text/plain"))
+    frame = LogFrame(f"1@{len(text)}", text.encode(), end=True).encoded()
+    watched.page.route("**/logs*", lambda route: route.fulfill(body=frame, content_type=MEDIA_TYPE))
     page = watched.open(f"#/jobs/{job['id']}")
     log = page.get_by_role("log")
     expect(log).to_contain_text("step 99999")

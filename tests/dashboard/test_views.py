@@ -286,7 +286,7 @@ def test_at_400_percent_all_views_are_in_the_bar_and_the_content_scrolls(
         page = watched.open()
         assert is_inside(page, "nav a")
         page.evaluate("scrollTo(0, document.body.scrollHeight)")
-        page.wait_for_function("document.querySelector('header').getBoundingClientRect().bottom <= 0")
+        expect(page.locator("header")).not_to_be_in_viewport()
         watched.was_good()
 
 

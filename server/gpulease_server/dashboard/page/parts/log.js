@@ -1,8 +1,10 @@
 // A log that grows: only the rows that are seen are elements, so that a hundred thousand lines scroll.
 
-import { answer, asProblem, token } from "../api.js";
+import { asProblem, token } from "../api.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../html.js";
 import { setQuery } from "../route.js";
+import { readPieces } from "../stream.js";
+import { LogFrames } from "./log_frames.js";
 import { LogLines } from "./log_lines.js";
 import { Refusal } from "./marks.js";
 
@@ -11,6 +13,7 @@ const ROW = 18; // pixels
 const SPARE = 20; // rows drawn above and below
 const WRAPPED = 1000; // rows drawn where lines are wrapped, because their heights differ
 const AGAIN_MS = 3000;
+const LATE_MS = 300_000; // after longer only the end is read: much may have been written
 
 /** The log of a job. `ranks`: how many there are; 0 where the launcher knows none. */
 export function Log({ job, ranks, query }) {
@@ -66,7 +69,7 @@ function Rows({ lines, version, wrap, following, onFollow }) {
 function useLog(job, rank) {
   const lines = useRef(/** @type {any[]} */ ([]));
   const [state, setState] = useState(/** @type {any} */ ({ version: 0, problem: null }));
-  const path = `v1/jobs/${encodeURIComponent(job.id)}/logs?follow=true&tail=${TAIL}${rank && rank !== "launcher" ? `&rank=${rank}` : ""}`;
+  const path = `v1/jobs/${encodeURIComponent(job.id)}/logs?follow=true&frames=true${rank && rank !== "launcher" ? `&rank=${rank}` : ""}`;
   const started = job.attempts > 0;
   const isOver = useRef(false);
   isOver.current = job.ended_at !== null;
@@ -75,6 +78,7 @@ function useLog(job, rank) {
     setState({ version: 0, problem: null });
     if (!started) return undefined;
     let over = new AbortController();
+    let log = new FollowedLog();
     /** @type {ReturnType<typeof setTimeout> | undefined} */
     let timer;
     const read = async () => {
@@ -83,8 +87,9 @@ function useLog(job, rank) {
       if (document.hidden) return;
       over = new AbortController();
       const { signal } = over;
+      if (log.isLate()) log = new FollowedLog();
       try {
-        await readLines(path, signal, (next) => {
+        await log.read(path, signal, (next) => {
           lines.current = next;
           setState((before) => ({ version: before.version + 1, problem: null }));
         });
@@ -108,16 +113,31 @@ function useLog(job, rank) {
   return { lines: lines.current, ...state };
 }
 
-/** Give the lines of a stream to `take(lines)` whenever more have arrived. Throws Problem. */
-async function readLines(path, signal, take) {
-  const response = await answer(path, { signal });
-  const pieces = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();
-  const log = new LogLines();
-  take(log.lines);
-  for (;;) {
-    const { done, value } = await pieces.read();
-    if (done) return;
-    log.add(value);
-    take(log.lines);
+/** A log as far as it was read, which goes on there when its connection was lost. */
+class FollowedLog {
+  constructor() {
+    this.lines = new LogLines();
+    this.decoder = new TextDecoder();
+    this.at = "";
+    this.heardMs = Date.now();
+  }
+
+  /** True if nothing was heard of it for long. */
+  isLate() {
+    return Date.now() - this.heardMs > LATE_MS;
+  }
+
+  /** Give the lines to `take(lines)` whenever more have arrived. Throws Problem. */
+  async read(path, signal, take) {
+    const frames = new LogFrames();
+    const begin = this.at ? `offset=${encodeURIComponent(this.at)}` : `tail=${TAIL}`;
+    await readPieces(`${path}&${begin}`, {}, signal, (piece) => {
+      frames.add(piece, (bytes, at) => {
+        this.at = at;
+        this.lines.add(this.decoder.decode(bytes, { stream: true }));
+      });
+      this.heardMs = Date.now();
+      take(this.lines.lines);
+    });
   }
 }
