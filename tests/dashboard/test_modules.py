@@ -176,7 +176,7 @@ globalThis.sessionStorage = {
 };
 globalThis.localStorage = { getItem: () => null, setItem() {}, removeItem() {} };
 const asked = [];
-const found = (value) => ({ ok: true, status: 200, headers: new Headers(), json: async () => value });
+const found = (value) => ({ ok: true, status: 200, headers: new Headers(), text: async () => JSON.stringify(value) });
 const refused = (status, said = {}, headers = {}) => (
     { ok: false, status, headers: new Headers(headers), json: async () => said });
 let reply; // what the daemon answers to an address, or to the stream; undefined: an empty list
@@ -224,9 +224,25 @@ def test_an_answer_of_another_server_is_reported_and_retried(modules: Path) -> N
         None,
     )
     assert said["failed"] == 5
-    assert said["first"] == "Something other than the daemon answers."
+    assert said["first"].startswith("Something other than the daemon answers. ")
     assert said["current"] >= 1
     assert said["nodes"] == {"items": [], "more": False}
+
+
+def test_a_page_waits_also_where_a_proxy_says_to_wait_for_years(modules: Path) -> None:
+    """A timer of more than 24 days would fire at once."""
+    requests = in_node(
+        modules,
+        ASKING
+        + """
+        reply = () => refused(429, {}, { "Retry-After": "1000000000" });
+        follow.start();
+        await pass(60_000);
+        tell(asked.length);
+        """,
+        None,
+    )
+    assert requests <= 20, "one round, and one more of the stream"
 
 
 def test_an_error_of_the_page_itself_is_reported_and_retried(modules: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
@@ -56,6 +57,23 @@ def test_the_page_reports_an_outage_and_recovers(watched: Watched, running: Daem
     ask(running, count=1, label="after the restart")
     expect(card(page, 1)).to_contain_text("after the restart")
     assert watched.elsewhere == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"status": 302, "headers": {"Location": "/sign-in"}}, {"body": "<h1>Sign in</h1>", "content_type": "text/html"}],
+    ids=["redirect", "form"],
+)
+def test_a_page_says_that_a_proxy_answers_whose_session_is_over(watched: Watched, answer: dict[str, Any]) -> None:
+    page = watched.open()
+    page.route("**/v1/**", lambda route: route.fulfill(**answer))
+    notice = page.get_by_role("status")
+    expect(notice).to_contain_text(
+        "Something other than the daemon answers. If you came through a proxy where you sign in"
+    )
+    page.unroute_all(behavior="ignoreErrors")
+    page.get_by_role("button", name="Retry now").click()
+    expect(notice).to_be_empty()
 
 
 def test_a_page_that_stays_open_follows_a_restored_database(browser: Browser, tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ that the pointer or the keyboard is at. `route.js` has the addresses (`#/jobs/ID
 | the event stream ends | reconnects with Last-Event-ID; meanwhile fetches everything every few seconds |
 | no stream can be opened | reads the last events in pages, whenever it tries to open one |
 | one of its files does not arrive | says so, and loads itself again once the server answers (`loading.js`) |
-| another server answers, or the page fails | says so, and retries as if there had been no answer |
+| another server answers (a proxy whose session has ended), or the page fails | says so, and retries as with no answer |
 | 401 | stops, and asks for a token; retries when the page is visible again |
 | the user signs in with another token | removes all data of the former one |
-| 429, 503 | waits as long as Retry-After says, shows the daemon's message, and continues with the page it was at |
+| 429, 503 | waits as Retry-After says (10 minutes at most), shows the message, and continues with the page it was at |
 | a standby answers | shows its copy, and says which daemon the writer is and how old the copy is |
 | the page is hidden | ends its stream and all requests until it is visible again, but for a bell |
 | a log is silent for 45 s, or its connection ends | asks for it again from where it was; after 5 minutes for its end |

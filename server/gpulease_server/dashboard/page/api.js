@@ -5,6 +5,7 @@ import { ofDevice, ofTab } from "./storage.js";
 
 const LIMIT_MS = 20_000;
 const MAX_TAGS = 64;
+const LONGEST_WAIT_S = 600; // of a Retry-After: a timer of more than 24 days would fire at once
 /** Where the token is kept: that of this daemon, which may share its host with others. */
 const tokenKey = () => `gpulease-token ${new URL(".", document.baseURI).pathname}`;
 
@@ -84,15 +85,17 @@ export async function answer(path, { headers = {}, signal, method = "GET", body 
       signal,
       cache: "no-store",
       credentials: "same-origin",
-      redirect: "error",
+      redirect: "manual",
     });
   } catch {
     throw new Problem(0);
   }
+  if (response.type === "opaqueredirect") throw anotherServer();
   learnFrom(response.headers.get("Date"), sentMs, Date.now());
   if (response.ok || response.status === 304) return response;
   const wait = Number.parseFloat(response.headers.get("Retry-After") ?? "");
-  throw new Problem(response.status, await response.json().catch(() => ({})), Number.isNaN(wait) ? null : wait);
+  const waitS = Number.isNaN(wait) ? null : Math.min(wait, LONGEST_WAIT_S);
+  throw new Problem(response.status, await response.json().catch(() => ({})), waitS);
 }
 
 /** Ask the daemon to do something: its answer. `key` is the same when it is tried again. Throws Problem. */
@@ -115,12 +118,7 @@ export async function json(path, signal) {
   /** @type {Record<string, string>} */
   const headers = before ? { "If-None-Match": before.tag } : {};
   const response = await answer(path, { headers, signal: limited(signal) });
-  let value;
-  try {
-    value = response.status === 304 ? before.value : await response.json();
-  } catch {
-    throw new Problem(0); // the connection was lost, or the request timed out
-  }
+  const value = response.status === 304 ? before.value : await read(response);
   cache.delete(path); // keeps the map in the order of use
   const tag = response.headers.get("ETag");
   if (tag) cache.set(path, { tag, value });
@@ -129,11 +127,28 @@ export async function json(path, signal) {
   return { value, standby: response.headers.get("Gpulease-Standby"), asOfMs: Number.isNaN(asOf) ? realMs() : asOf };
 }
 
+/** The JSON of a response. Throws Problem. */
+async function read(response) {
+  const text = await response.text().catch(() => {
+    throw new Problem(0); // the connection was lost, or the request timed out
+  });
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw anotherServer();
+  }
+}
+
+/** What answers is not the daemon, as a proxy whose session has ended. */
+function anotherServer() {
+  const detail = "Something other than the daemon answers.";
+  return new Problem(0, { detail, remedy: "If you came through a proxy where you sign in, reload this page." });
+}
+
 /** The items of a path, with the rest of `json`. Throws Problem if there are none, as from another server. */
 export async function items(path, signal) {
   const response = await json(path, signal);
-  if (!Array.isArray(response.value?.items))
-    throw new Problem(0, { detail: "Something other than the daemon answers." });
+  if (!Array.isArray(response.value?.items)) throw anotherServer();
   return { ...response, items: response.value.items };
 }
 
