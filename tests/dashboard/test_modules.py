@@ -245,6 +245,29 @@ def test_a_page_waits_also_where_a_proxy_says_to_wait_for_years(modules: Path) -
     assert requests <= 20, "one round, and one more of the stream"
 
 
+def test_a_first_answer_that_takes_long_is_waited_for(modules: Path) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        let arrive;
+        const slow = new Promise((resolve) => { arrive = resolve; });
+        reply = (path, streams) => (streams ? stream("id: 0\\n\\n") : path.startsWith("v1/nodes") ? slow : undefined);
+        follow.start();
+        for (let second = 0; second < 15; second += 1) {
+            await pass(1000);
+            follow.look();
+        }
+        const before = told.current;
+        arrive(found({ items: [], next: null }));
+        await pass(1000);
+        tell([before, told.current, told.failed]);
+        """,
+        None,
+    )
+    assert said == [0, 1, []]
+
+
 def test_an_error_of_the_page_itself_is_reported_and_retried(modules: Path) -> None:
     said = in_node(
         modules,

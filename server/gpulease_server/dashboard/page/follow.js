@@ -124,7 +124,7 @@ export class Follow {
       this.hurry();
     }
     this.lookedMs = now;
-    if (this.over === null || this.failures > 0) return;
+    if (this.over === null || this.failures > 0 || !LISTS.every((name) => name in this.data)) return;
     const everythingMs = this.streaming ? UNTOLD_MS : EVERYTHING_MS;
     if (now - this.requestedMs.everything >= everythingMs) this.want(...LISTS);
     else if (now - this.requestedMs.untold >= EVERYTHING_MS && this.mayHaveChanged()) this.want(...UNTOLD);
