@@ -144,6 +144,24 @@ def test_a_bar_tells_what_it_is_and_leads_there(browser: Browser, fresh: tuple[D
     running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
 
 
+def test_the_parts_of_an_elastic_lease_are_told_apart(watched: Watched) -> None:
+    """Two nodes from the beginning, of which one left."""
+    now = time.time()
+    uuids = uuids_of(2)
+    spans = [
+        lease(1, uuids[:1], now - 3 * HOUR_S, None, "ada", label="elastic"),
+        lease(1, uuids[1:], now - 3 * HOUR_S, now - 2 * HOUR_S, "ada", label="elastic"),
+    ]
+    told(watched.page, uuids, spans, [0.5] * 60)
+    page = watched.open("#/timeline?by=user")
+    cursor = page.locator(".timeline-cursor")
+    cursor.focus()
+    expect(cursor).to_have_accessible_name(re.compile(r"^GPU 0\b.*: ada elastic, .* still held"))
+    page.keyboard.press("ArrowRight")
+    expect(cursor).to_have_accessible_name(re.compile(r"^GPU 1\b.*: ada elastic, .* until"))
+    watched.was_good()
+
+
 def test_use_and_idle_time_are_told(watched: Watched) -> None:
     """T2, T3, T7: what was idle is hatched, and other states are bands behind."""
     now = time.time()

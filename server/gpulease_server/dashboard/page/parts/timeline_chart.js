@@ -7,7 +7,7 @@ import { address } from "../route.js";
 import { isDark } from "../theme.js";
 import { Link, User } from "./marks.js";
 import { drawTimeline, paletteOf } from "./timeline_canvas.js";
-import { barAt, endOf, moved, neighbour, ticks, usedShare, zoomed } from "./timeline_layout.js";
+import { barAt, endOf, moved, neighbour, partOf, ticks, usedShare, zoomed } from "./timeline_layout.js";
 
 const QUEUE_PX = 40;
 const DRAG_PX = 4;
@@ -24,15 +24,14 @@ export function targetOf({ span }) {
 /** The chart. `window`: its first and last second; `onMove` is told of another. */
 export function TimelineChart({ stack, window, timeline, history, idle, gpuName, onMove }) {
   const [width, setWidth] = useState(0);
-  const [chosen, setChosen] = useState(/** @type {{ lane: string, lease: string, from: number } | null} */ (null));
+  const [chosen, setChosen] = useState(/** @type {{ lane: string, part: string } | null} */ (null));
   const area = useRef(/** @type {any} */ (null));
   const nowS = nowMs() / 1000;
   const found = findBar(stack, chosen) ?? lastBar(stack, window);
   useMeasured(area, setWidth);
   useDrawing(area, { stack, window, timeline, idle, width, nowS });
   const drag = useMoving(area, { window, width, nowS, onMove });
-  const choose = (next) =>
-    setChosen(next && { lane: next.place.lane.key, lease: next.bar.span.lease_id, from: next.bar.from });
+  const choose = (next) => setChosen(next && { lane: next.place.lane.key, part: partOf(next.bar) });
   const pointed = (event) => {
     if (drag.current?.moves || event.pointerType === "touch") return;
     const box = area.current.getBoundingClientRect();
@@ -143,7 +142,7 @@ function Tip({ found, window, width, nowS, history, gpuName }) {
 function findBar(stack, chosen) {
   if (!chosen) return null;
   const place = stack.places.find(({ lane }) => lane.key === chosen.lane);
-  const bar = place?.lane.bars.flat().find((one) => one.span.lease_id === chosen.lease && one.from === chosen.from);
+  const bar = place?.lane.bars.flat().find((one) => partOf(one) === chosen.part);
   return place && bar ? { place, bar } : null;
 }
 

@@ -249,6 +249,11 @@ export function leasesIn(lanes, [from, to]) {
   return [...bars.values()].sort((one, other) => other.from - one.from);
 }
 
+/** What identifies a bar: an elastic lease has several, of which some begin together on different GPUs. */
+export function partOf({ span, from }) {
+  return `${span.lease_id} ${from} ${span.gpus[0]}`;
+}
+
 /** Until when a bar is drawn: one that goes on, until now. */
 export function endOf(bar, nowS) {
   return bar.open ? Math.max(bar.to, nowS) : bar.to;

@@ -16,6 +16,7 @@ import {
   idleSpans,
   leasesIn,
   moved,
+  partOf,
   stacked,
   userLanes,
   windowOf,
@@ -135,7 +136,7 @@ function Legend() {
 function Table({ bars, gpuName, nowS }) {
   return html`<table id="timeline-table"><thead><tr><th scope="col">User</th><th scope="col">What</th><th scope="col">GPUs</th><th scope="col">From</th><th scope="col">To</th><th scope="col">Held for</th><th scope="col">End</th></tr></thead>
     <tbody>${bars.slice(0, MOST_ROWS).map(
-      (bar) => html`<tr key=${`${bar.span.lease_id} ${bar.from}`}>
+      (bar) => html`<tr key=${partOf(bar)}>
       <td data-label="User"><${User} name=${bar.span.user ?? "?"} /></td>
       <td data-label="What"><${Link} ...${targetOf(bar)}>${nameOf(bar) || bar.span.lease_id}<//></td>
       <td data-label="GPUs">${plain(bar.span.gpus.map(gpuName).join(", "), 120)}</td>
