@@ -21,7 +21,7 @@ from gpulease_server.commands import database as commands
 from gpulease_server.database_settings import default_database_url, sqlite_url
 from gpulease_server.runtime.leadership.takeover import take_over, upgrade_alone
 from gpulease_server.store import backup as backup_module
-from gpulease_server.store import integrity_check
+from gpulease_server.store import database, integrity_check
 from gpulease_server.store.backup import COUNTER_SKIP, BackupFailed, backup
 from gpulease_server.store.database import DatabaseUnusable, connect, migrate, upgrade
 from gpulease_server.store.integrity_check import check_database, revisions
@@ -71,6 +71,30 @@ def test_a_backup_has_everything_and_counts_on_from_further_up(sqlite_url: str, 
     assert found == kept
     assert check_database(f"sqlite:///{file}") == []
     assert sorted(path.name for path in tmp_path.iterdir() if "copy" in path.name) == ["copy.db"]
+
+
+def test_a_database_on_a_read_only_file_system_says_so_and_a_copy_of_its_files_works(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", 2**24) as disk:
+        url = sqlite_url(disk / "gpulease.db")
+        upgrade(url)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        attempts = [lambda: revisions(url), lambda: check_database(url), lambda: backup(url, tmp_path / "copy.db")]
+        for attempt in attempts:
+            with pytest.raises(DatabaseUnusable, match=r"disk/gpulease\.db cannot be used") as refused:
+                attempt()
+            assert "Its file system is read-only" in refused.value.remedy
+        copy = shutil.copy(disk / "gpulease.db", tmp_path / "copied.db")
+    assert check_database(sqlite_url(copy)) == []
+
+
+def test_a_database_of_another_user_says_who_can_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, error = tmp_path / "gpulease.db", sqlite3.OperationalError("unable to open database file")
+    file.touch()
+    monkeypatch.setattr(database.os, "access", lambda place, _mode: place != file)
+    assert database.unusable_error(sqlite_url(file), error).remedy == "Check the path and its permissions."
+    monkeypatch.setattr(database.os, "geteuid", lambda: file.stat().st_uid + 1)
+    remedy = database.unusable_error(sqlite_url(file), error).remedy
+    assert remedy == f"Run this as {file.owner()}, the owner of {file}."
 
 
 @contextmanager

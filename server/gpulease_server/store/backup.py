@@ -21,7 +21,7 @@ from gpulease_server.store import tables
 from gpulease_server.store.database import DatabaseUnusable, connect, database_file, redacted, unusable_error
 from gpulease_server.store.dialects import error_message, is_damaged
 from gpulease_server.store.file_guard import BACKUP_STAMP
-from gpulease_server.store.integrity_check import check_database, check_file, require_file, revisions
+from gpulease_server.store.integrity_check import check_database, check_file, revisions
 
 COUNTER_SKIP = 1_000_000_000
 """More than a daemon can give out between two backups."""
@@ -40,7 +40,7 @@ def backup(url: str, file: Path) -> None:
             "PostgreSQL is backed up with its own programs, of the server's version.",
             remedy=f"pg_dump --format=custom --file={file} '{_for_libpq(url)}', and pg_restore into an empty database.",
         )
-    require_file(url)
+    revisions(url)  # it can be read: then what fails below is the copy
     if file.exists():
         raise BackupFailed(f"{file} exists already.", remedy="Give another name.")
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")

@@ -128,6 +128,8 @@ def unusable_error(url: str, error: BaseException) -> DatabaseUnusable:
             remedy = "Restore a backup, see docs/databases.md; check the path if this is not the daemon's file."
         elif _is_full(file.parent):
             remedy = _FULL  # what SQLite calls an I/O error
+        elif "unable to open" in message or "readonly" in message:
+            remedy = _access_remedy(file) or remedy
     remedy = next((one for words, one in remedies.items() if words in message), remedy)
     return DatabaseUnusable(f"{redacted(url)} cannot be used: {message}.", remedy=remedy)
 
@@ -137,6 +139,29 @@ def _is_full(directory: Path) -> bool:
         return shutil.disk_usage(directory).free < FULL_BYTES
     except OSError:
         return False
+
+
+def _access_remedy(file: Path) -> str:
+    """What to do where this process may not write the file of a database, or files beside it; empty if it may."""
+    try:
+        if os.statvfs(file.parent).f_flag & os.ST_RDONLY:
+            return (
+                "Its file system is read-only: mount it for writing; or copy the file, and the -wal beside it, to"
+                " another one, and name the copy in --database-url."
+            )
+        denied = next((place for place in (file, file.parent) if not os.access(place, os.R_OK | os.W_OK)), None)
+        if denied is None or denied.stat().st_uid == os.geteuid():
+            return ""
+        return f"Run this as {_owner(denied)}, the owner of {denied}."
+    except OSError:
+        return ""
+
+
+def _owner(place: Path) -> str:
+    try:
+        return place.owner()
+    except KeyError:
+        return f"user {place.stat().st_uid}"
 
 
 def migrations_directory() -> Path:
