@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import StaticPool, create_engine, event, text
+from sqlalchemy import Connection, StaticPool, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from gpulease_server.runtime.leadership.lock import (
@@ -284,6 +284,28 @@ def test_a_pooler_that_does_not_keep_sessions_is_refused(postgres: PostgresServe
     lock._engine = create_engine(parse_url(postgres_url), poolclass=StaticPool)
     with pytest.raises(CannotLock, match="does not keep sessions"):
         lock.try_acquire()
+    assert not lock.is_confirmed()
+    eventually(lambda: not holders(postgres, postgres_url), WITHIN_S)
+    lock.close()
+
+
+def test_a_pooler_with_one_connection_is_told_to_have_more(
+    postgres: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second client gets that connection when the server has ended the session with the lock."""
+    lock = AdvisoryLock(postgres_url)
+    at_once = lock._engine.connect
+
+    def late() -> Connection:
+        if holders(postgres, postgres_url):
+            cut(postgres, postgres_url)
+            eventually(lambda: not holders(postgres, postgres_url), WITHIN_S)
+        return at_once()
+
+    monkeypatch.setattr(lock._engine, "connect", late)
+    with pytest.raises(CannotLock, match="took over 3 s") as refused:
+        lock.try_acquire()
+    assert "default_pool_size" in refused.value.remedy
     assert not lock.is_confirmed()
     eventually(lambda: not holders(postgres, postgres_url), WITHIN_S)
     lock.close()

@@ -49,6 +49,7 @@ _TRY_LOCK = text("SELECT pg_try_advisory_lock(:key)")
 _SET_SESSION_TIMEOUT = text(
     "SELECT set_config(name, :value, false) FROM pg_settings WHERE name = 'idle_session_timeout'"  # from version 14 on
 )
+_ALIVE = text("SELECT 1")
 _UNLOCK_ALL = text("SELECT pg_advisory_unlock_all()")
 _LOCK_HOLDER = text(
     "SELECT a.application_name, a.client_addr FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid"
@@ -208,17 +209,35 @@ class AdvisoryLock:
         has the lock gets it again. It may have several; then it is not noticed here, and the fencing term alone ensures
         that one daemon writes.
         """
+        kept = True
         with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as other:
             shared = other.execute(_TRY_LOCK, {"key": KEY}).scalar_one()
             if shared:
+                kept = self._is_kept()
                 other.execute(_UNLOCK_ALL)
             other.detach()  # closed, because a connection is needed for this only
-        if shared:
-            self._drop()
+        if not shared:
+            return
+        self._drop()
+        if not kept:
             raise CannotLock(
-                f"A connection pooler before {self.what} does not keep sessions, to which the lock belongs.",
-                remedy="Let it keep them (PgBouncer: pool_mode = session), or give the address of the server itself.",
+                f"A second connection to {self.what} took over {SESSION_TIMEOUT_S:.0f} s, after which the server ended"
+                " the session with the lock.",
+                remedy="Let a connection pooler have 25 connections (PgBouncer: default_pool_size); try again.",
             )
+        raise CannotLock(
+            f"A connection pooler before {self.what} does not keep sessions, to which the lock belongs.",
+            remedy="Let it keep them (PgBouncer: pool_mode = session), or give the address of the server itself.",
+        )
+
+    def _is_kept(self) -> bool:
+        """False if the session of the lock has ended."""
+        assert self._session is not None
+        try:
+            self._session.execute(_ALIVE)
+        except SQLAlchemyError:
+            return False
+        return True
 
     def _try_acquire(self) -> str | None:
         if self._session is None:
@@ -252,7 +271,7 @@ class AdvisoryLock:
             pause_s, begun_s = PING_S, clock.now().mono_s
             try:
                 if held and self._session is not None:
-                    self._session.execute(text("SELECT 1"))
+                    self._session.execute(_ALIVE)
                     self._confirmed_until_s = begun_s + SESSION_TIMEOUT_S
                     continue
                 check()
