@@ -16,6 +16,7 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.runtime.leadership.standby import Standby
 from gpulease_server.runtime.leadership.status import LeadershipStatus
 from gpulease_server.runtime.writer import Writer
+from gpulease_server.store.database import SchemaNewer
 from gpulease_server.store.ledger_store import Store
 from tests.runtime.faults import writing
 from tests.runtime.test_writer import ask, report
@@ -96,3 +97,22 @@ def test_a_standby_does_not_take_over_a_database_that_is_older_than_its_copy(
     with caplog.at_level(logging.ERROR, "gpulease.standby"):
         asyncio.run(main())
     assert caplog.text.count("the copy of the ledger stays as it is: The database is older") == 1
+
+
+def test_a_standby_ends_when_a_newer_version_has_upgraded_the_database(sqlite_url: str) -> None:
+    """Not only when the writer has ended, when no daemon would be left."""
+    lock = HeldLock()
+
+    async def main(store: CountingStore) -> None:
+        standby = Standby(lock, store, Writer(store, Policy()), LeadershipStatus(lock), lambda: None)
+        standby.begin("pid 1 on a")
+        async with asyncio.timeout(30):
+            standing_by = asyncio.create_task(standby.run())
+            await until(lambda: store.loads > 0)
+            with store.engine.begin() as connection:
+                connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+            with pytest.raises(SchemaNewer, match="schema 9999"):
+                await standing_by
+
+    with closing(CountingStore(sqlite_url)) as store:
+        asyncio.run(main(store))

@@ -252,6 +252,12 @@ def _require_utf8(connection: Connection, url: str) -> None:
         )
 
 
+def refuse_newer(engine: Engine) -> None:
+    """Raise `SchemaNewer` if a newer version has upgraded this database; or SQLAlchemyError."""
+    with engine.connect() as connection:
+        _refuse_newer(revision_of(connection))
+
+
 def _refuse_newer(current: str | None) -> None:
     if current is not None and current not in known_revisions():
         raise SchemaNewer(

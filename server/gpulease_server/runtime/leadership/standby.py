@@ -18,7 +18,7 @@ is granted before each node has reported.
 | there are several standbys | one acquires the lock; the others learn its name at the next try |
 | the database is down | tries and loads fail and are repeated; the copy stays, with its time |
 | the database is down during a takeover | retried while the lock is confirmed, else once it is again |
-| the database has a newer schema | this daemon ends: it cannot be the writer |
+| the database gets a newer schema | this daemon ends within a second: it could not take over |
 | this one is stopped between lock and term | the writer of that time ends at its next write, needlessly |
 """
 
@@ -38,7 +38,7 @@ from gpulease_server.runtime.leadership.lock import WriterLock
 from gpulease_server.runtime.leadership.status import POLL_S, LeadershipStatus, StandbyCopy
 from gpulease_server.runtime.outage import refuse_older_copy
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.store.database import SchemaNewer
+from gpulease_server.store.database import SchemaNewer, refuse_newer
 from gpulease_server.store.dialects import error_message
 from gpulease_server.store.ledger_store import Store, StoreFailed
 
@@ -75,6 +75,7 @@ class Standby:
         self._take_over = take_over
         self._logged_problem = ""
         self._logged_older = False
+        self._newer: SchemaNewer | None = None
 
     def begin(self, holder: str) -> None:
         """Become a standby of `holder`."""
@@ -85,8 +86,10 @@ class Standby:
         """Return when this daemon is the writer. Raises `SchemaNewer`."""
         reading = asyncio.create_task(self._refresh_copy())
         try:
-            while not await self._try_lock():  # noqa: ASYNC110 - it asks the database
+            while not await self._try_lock():
                 await asyncio.sleep(TRY_S)
+                if self._newer is not None:
+                    raise self._newer
             self._lock.keep_alive(self._store.fence.check)
             await self._become_writer()
         finally:
@@ -132,6 +135,7 @@ class Standby:
         while True:
             now = clock.now()
             try:
+                await asyncio.to_thread(refuse_newer, self._store.engine)
                 ledger = await asyncio.to_thread(self._store.load)
                 if self._leadership.standby_copy is not None:
                     refuse_older_copy(ledger, self._writer.committed)
@@ -142,6 +146,9 @@ class Standby:
                 if not self._logged_older:
                     log.error("the copy of the ledger stays as it is: %s", error.detail)
                 self._logged_older = True
+            except SchemaNewer as error:
+                self._newer = error
+                return
             except (GpuleaseError, SQLAlchemyError) as error:
                 log.debug("the ledger cannot be read: %s", error)  # trying the lock logs it
             except Exception:
