@@ -41,10 +41,21 @@ def test_the_newest_come_first_page_by_page(api: DaemonProcess) -> None:
     assert [event["seq"] for event in older["items"]] == everything[::-1][2:4]
 
 
-@pytest.mark.parametrize("query", [f"after={2**63 - 1}", f"after={2**63 - 1}&order=desc", f"before={2**63 - 1}&kind=x"])
-def test_a_number_that_no_event_has_yet_finds_none(api: DaemonProcess, query: str) -> None:
-    page = api.get(f"/v1/events?{query}").json
+def test_a_number_that_no_event_has_yet_finds_none(api: DaemonProcess) -> None:
+    page = api.get(f"/v1/events?before={2**63 - 1}&kind=x").json
     assert (page["items"], page["next"]) == ([], None)
+
+
+@pytest.mark.parametrize("query", ["", "&order=desc", "&kind=lease"])
+def test_a_page_after_an_event_that_there_has_never_been_is_refused(api: DaemonProcess, query: str) -> None:
+    """A reader that has seen more, in the database before a restore, would miss all events up to there."""
+    newest = api.get("/v1/events?limit=1").json["last_seq"]
+    assert api.get(f"/v1/events?after={newest}{query}").json["items"] == []
+    for after in (newest + 1, 2**63 - 1):
+        refused = api.call("GET", f"/v1/events?after={after}{query}")
+        assert refused.problem() == (410, "events_pruned")
+        assert refused.json["pruned_seq"] == newest
+        assert f"There is no event {after}" in refused.json["detail"]
 
 
 @pytest.mark.parametrize(

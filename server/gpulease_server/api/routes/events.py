@@ -98,9 +98,10 @@ async def list_events(
     still have a `next`.
 
     With `Accept: text/event-stream` the answer is an endless stream of server-sent events: `id` is `seq`, `event` is
-    the kind, `data` is the event. `Last-Event-ID` continues where an earlier stream ended. A stream has all events. One
-    that continues after an event that there has never been gets 410 as well: the database is another one, as after the
-    restore of a backup.
+    the kind, `data` is the event. `Last-Event-ID` continues where an earlier stream ended. A stream has all events.
+
+    A page or stream after an event that there has never been is refused with 410 as well: the database is another one,
+    as after the restore of a backup.
     """
     if event_stream.is_requested(request):
         if others := sorted(set(request.query_params) - OF_A_STREAM - {"limit"}):
@@ -113,8 +114,7 @@ async def list_events(
     found = await asyncio.to_thread(
         find_events, daemon.store.engine, wanted, limit, after=after, before=before, newest_first=newest_first
     )
-    if 0 < after < found.pruned_seq:
-        raise event_stream.events_pruned(after, found.pruned_seq)
+    event_stream.require_kept(after, found)
     items = tuple(redact_event(caller, event, daemon.ledger) for event in found.events)
     next_cursor = None if found.next_seq is None else str(found.next_seq)
     link_to_next(request, response, next_cursor, "before" if newest_first else "after")

@@ -79,7 +79,7 @@ def events_pruned(after: int, pruned_seq: int) -> EventsPruned:
 
 def require_kept(after: int, found: FoundEvents) -> None:
     """Raise EventsPruned if the events after `after` have been pruned, or if there has never been an event `after`:
-    the caller saw it in another database, and a stream would be silent until this one has as many."""
+    the caller saw it in another database, and would miss events until this one has as many."""
     last_seq = max(found.last_seq, found.pruned_seq)
     if after > last_seq:
         raise EventsPruned(

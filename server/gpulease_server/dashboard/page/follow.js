@@ -324,6 +324,7 @@ export class Follow {
   forgetPosition() {
     this.lastId = null;
     this.recalled = false;
+    this.begun.delete(EVENTS);
     this.data.events = [];
   }
 
