@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import pickle
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
@@ -199,6 +201,17 @@ def test_concurrent_first_calls_leave_no_connection_open(daemon, monkeypatch) ->
         assert daemon.count("/v1/gpus") == threads
     assert 0 < len(opened) <= threads
     assert {one.fileno() for one in opened} == {-1}
+
+
+@pytest.mark.parametrize("connection", [DirectHttp, HttpxConnection])
+def test_a_client_that_is_forgotten_closes_its_connections(daemon, monkeypatch, connection: type) -> None:
+    monkeypatch.setattr("gpulease.sansio.sync_transport._connections", connection)
+    gc.collect()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert Client(daemon.url).gpus() == ()
+        gc.collect()
+    assert [str(one.message) for one in warned if issubclass(one.category, ResourceWarning)] == []
 
 
 def test_a_connection_opened_during_close_is_closed_after_its_response(daemon, client, monkeypatch) -> None:

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -41,7 +42,11 @@ PROXY_VARIABLES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 
 class Transport:
-    """Connections to a daemon. Safe to use from several threads; a forked child opens its own connections."""
+    """Connections to a daemon. Safe to use from several threads; a forked child opens its own connections.
+
+    One that is forgotten closes them, so that no caller of `find_usable_cuda_devices` and the like, which make a client
+    of their own, sees a ResourceWarning: in many a test suite that is a failure.
+    """
 
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
@@ -49,6 +54,7 @@ class Transport:
         """Where a connection was made before, which may have failed only later."""
         # Keyed by process: a forked child must neither use nor close the sockets of its parent.
         self._connections: dict[tuple[int, Address], Connections] = {}
+        weakref.finalize(self, _close, self._connections).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process that gets it, as with the arguments of a pool's task, opens connections of its own."""
@@ -56,9 +62,7 @@ class Transport:
 
     def close(self) -> None:
         """Close every connection; a later call opens new ones."""
-        for key in list(self._connections):
-            if key[0] == os.getpid() and (connection := self._connections.pop(key, None)) is not None:
-                connection.close()
+        _close(self._connections)
 
     def run(self, flow: Flow[Result]) -> Result:
         """What the flow returns."""
@@ -143,6 +147,13 @@ class Transport:
         if kept is not new:  # another thread was first
             new.close()
         return kept
+
+
+def _close(connections: dict[tuple[int, Address], Connections]) -> None:
+    """Close those of this process."""
+    for key in list(connections):
+        if key[0] == os.getpid() and (connection := connections.pop(key, None)) is not None:
+            connection.close()
 
 
 def _connections(address: Address, destination: Destination) -> Connections:
