@@ -204,6 +204,7 @@ def _await_daemon(client: DeviceClient, until_s: float) -> None:
             if isinstance(error, DaemonUnavailable) and not error.may_come:
                 raise
             why = error.detail
+        REGISTRY.waits()
         if not announced:
             LOG.warning("gpulease waits for its daemon, for at most %s. %s Ctrl-C gives up.", _length(left_s), why)
             announced = True

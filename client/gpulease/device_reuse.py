@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import field
@@ -39,8 +40,8 @@ TOKEN_VARIABLE = "GPULEASE_LEASE_TOKEN"  # noqa: S105 - no secret
 SET_VARIABLES = (LEASE_VARIABLE, TOKEN_VARIABLE, FINDER_VARIABLE, MASK, ORDER)
 """What finding devices may set in the environment of this process."""
 LOCK_TIMEOUT_S = 30.0
-"""How much longer than its own `wait_s` a call waits for another thread's: about as long as a call without waiting in
-the queue takes when the daemon hardly responds."""
+"""How much longer than its own `wait_s` a call waits for another thread's that does not wait for GPUs: about as long
+as such a call takes when the daemon hardly responds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,11 @@ class DeviceRegistry:
         self.ever_used = False
         """True once this process, or one that it was forked from, has found any."""
         self._entries: list[FoundDevices] = []
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._caller: int | None = None
-        """Id of the thread that holds the lock."""
+        """Id of the thread whose call looks for devices."""
+        self._waits = False
+        """True once that call waits in the daemon's queue, or for the daemon."""
         self._environment: dict[str, str | None] | None = None
         """The variables that the calls set, as they were before; None while nothing is found."""
         self._thread_warned = False
@@ -125,25 +128,43 @@ class DeviceRegistry:
     def exclusive(self, wait_s: float) -> Iterator[None]:
         """Let one call at a time look for devices to reuse, and take a lease if there are none.
 
-        Raises NotNow if another thread's call takes longer than `wait_s` and `LOCK_TIMEOUT_S`; InUse in a signal
-        handler that interrupted such a call, because that call cannot continue before the handler returns.
+        Raises NotNow if another thread's call takes longer: than `wait_s` if it waits for GPUs, else than `wait_s`
+        and `LOCK_TIMEOUT_S`. Raises InUse in a signal handler that interrupted such a call, because that call
+        cannot continue before the handler returns.
         """
-        lock, me = self._lock, threading.get_ident()
+        me, until_s = threading.get_ident(), time.monotonic() + wait_s
         if self._caller == me:
             raise InUse(
                 "A signal handler called this while its thread was looking for GPUs.",
                 remedy="Set a flag in the handler, and look for GPUs where the flag is read.",
             )
-        if not lock.acquire(timeout=min(wait_s + LOCK_TIMEOUT_S, threading.TIMEOUT_MAX)):
-            raise NotNow(
-                "Another thread of this process is still waiting for GPUs.", remedy="Wait for it, or wait longer."
-            )
         try:
-            self._caller = me
+            with self._changed:
+                self._await(lambda: self._caller is None or self._waits, wait_s + LOCK_TIMEOUT_S)
+                self._await(lambda: self._caller is None, until_s - time.monotonic())
+                if self._caller is not None:
+                    raise NotNow(
+                        "Another thread of this process is still waiting for GPUs.",
+                        remedy="Wait for it, or wait longer.",
+                    )
+                self._caller = me
             yield
         finally:
-            self._caller = None
-            lock.release()
+            if self._caller == me:
+                self._call_is(None, waits=False)
+
+    def waits(self) -> None:
+        """This thread begins to wait for GPUs or for the daemon; other calls see it if they wait for this one."""
+        if self._caller == threading.get_ident():
+            self._call_is(self._caller, waits=True)
+
+    def _await(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        self._changed.wait_for(condition, min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+
+    def _call_is(self, caller: int | None, *, waits: bool) -> None:
+        with self._changed:
+            self._caller, self._waits = caller, waits
+            self._changed.notify_all()
 
     def add(self, devices: FoundDevices) -> None:
         """Add what a call has found."""
@@ -196,8 +217,8 @@ class DeviceRegistry:
 
     def _unlock(self) -> None:
         # A thread of the parent that does not exist here may have held it.
-        self._lock = threading.Lock()
-        self._caller = None
+        self._changed = threading.Condition()
+        self._caller, self._waits = None, False
 
 
 REGISTRY = DeviceRegistry()

@@ -59,7 +59,7 @@ from gpulease_protocol.errors import (
     StaleToken,
 )
 from gpulease_protocol.host.process_id import ProcessId
-from gpulease_protocol.model import LeaseState
+from gpulease_protocol.model import Lease, LeaseState
 
 LOG = logging.getLogger("gpulease")
 
@@ -203,7 +203,7 @@ def _reserve(
     shared: bool,
 ) -> list[int]:
     """Take a lease: that of all ranks if `shared` and this process is a rank of a launcher."""
-    request = lease_arguments(num_devices, requirements, label, visible)
+    request = lease_arguments(num_devices, requirements, label, visible) | {"on_queued": _OnQueued()}
     ranks.check_not_orphaned()
     launched_by = ranks.launcher_process() if shared else None
     forked_by = ranks.forking_launcher() if shared and launched_by is None else None
@@ -222,6 +222,15 @@ def _reserve(
             return []
         raise too_few_usable(num_devices, visible, wait_s, error) from None
     return _register(held, requirements, visible, shared=launched_by is not None or forked_by is not None)
+
+
+class _OnQueued:
+    """Called with a request that is queued: other threads of this process need not wait for it as well."""
+
+    announces = True
+
+    def __call__(self, lease: Lease) -> None:
+        REGISTRY.waits()
 
 
 def _release_at_exit_of_rank_0(held: HeldLease) -> None:

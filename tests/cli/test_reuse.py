@@ -57,6 +57,30 @@ with ThreadPoolExecutor(4) as pool:
     assert lines(program, python) == ["[0, 1, 2, 3]"]
 
 
+def test_a_call_waits_as_long_as_it_says_while_another_thread_waits_longer(client: Client, python: Program) -> None:
+    program = """
+import threading, time, gpulease
+find = gpulease.find_usable_cuda_devices
+daemon = gpulease.Client()
+held = daemon.lease(count=4)
+found = []
+first = threading.Thread(target=lambda: found.extend(find(1, wait_s=60)))
+first.start()
+while not daemon.leases("queued"):
+    time.sleep(0.01)
+for wait_s in (0, 0.5):
+    began_at = time.monotonic()
+    try:
+        find(1, wait_s=wait_s)
+    except RuntimeError as error:
+        print(type(error).__name__, "soon" if time.monotonic() - began_at < 20 else "late")
+held.release()
+first.join()
+print(len(found), find(1) == found)
+"""
+    assert lines(program, python) == ["NotNow soon", "NotNow soon", "1 True"]
+
+
 def test_a_call_with_other_requirements_is_not_the_same_call(client: Client, python: Program) -> None:
     program = """
 import gpulease
