@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpulease import AsyncClient, Client, GPUExecutor, InvalidRequest, NeverFits, NotNow
+from gpulease import AsyncClient, Client, GPUExecutor, InUse, InvalidRequest, NeverFits, NotNow
 from gpulease.executor.executor import ProcessDied, _abort_all
 from tests.client import executor_tasks
 from tests.daemon import DaemonProcess, daemon, events, eventually
@@ -209,6 +209,17 @@ def test_a_wait_that_times_out_or_is_useless_fails_the_future(client: Client) ->
         assert isinstance(executor.submit(executor_tasks.add, 1, 1).exception(60), NotNow)
     with GPUExecutor(gpus_per_task=5, client=client) as executor:
         assert isinstance(executor.submit(executor_tasks.add, 1, 1).exception(60), NeverFits)
+
+
+def test_a_task_never_waits_for_the_lease_that_its_program_runs_under(client: Client, monkeypatch) -> None:
+    with client.lease(count=3, wait_s=60) as around:
+        monkeypatch.setenv("GPULEASE_LEASE_ID", around.id)
+        with pytest.raises(InUse, match=f"under lease {around.id}, which has 3 of the 4 GPUs"):
+            GPUExecutor(gpus_per_task=2, client=client)
+        with GPUExecutor(client=client) as executor:  # one is left
+            assert executor.submit(executor_tasks.add, 1, 1).result(60) == 2
+    with GPUExecutor(gpus_per_task=2, client=client) as executor:
+        assert executor.submit(executor_tasks.add, 1, 1).result(60) == 2
 
 
 def test_shutdown_with_cancel_futures_lets_running_tasks_finish(client: Client, tmp_path: Path) -> None:

@@ -31,11 +31,12 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
 from gpulease.client import Client
+from gpulease.device_request import surrounding_lease
 from gpulease.executor.task_child import NotPicklable
 from gpulease.executor.task_loop import Task, TaskLoop
 from gpulease.executor.task_process import GRACE_S, ProcessDied, TaskTraceback
 from gpulease.own_node import none_here, own_node
-from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.errors import InUse, InvalidRequest
 
 __all__ = ["GPUExecutor", "NotPicklable", "ProcessDied", "TaskTraceback"]
 
@@ -64,8 +65,9 @@ class GPUExecutor(Executor):
     notebooks and lambdas too. A task then does not import the caller's main module, which needs no
     `if __name__ == "__main__"`.
 
-    Raises DaemonUnavailable if no daemon responds, InvalidRequest for invalid arguments, ImportError for `progress`
-    without rich or `by_value` without cloudpickle.
+    Raises DaemonUnavailable if no daemon responds, InvalidRequest for invalid arguments, InUse if the lease that this
+    process was started under leaves a task too few GPUs, ImportError for `progress` without rich or `by_value` without
+    cloudpickle.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class GPUExecutor(Executor):
         bar = _progress_bar(label) if progress else None
         lease_client = client or Client()
         try:
-            node, gpus = local_node(lease_client)
+            node, gpus = local_node(lease_client, gpus_per_task)
         finally:
             if client is None:
                 lease_client.close()
@@ -216,17 +218,28 @@ def _check(max_workers: int | None, gpus_per_task: int, mp_context: str | BaseCo
         )
 
 
-def local_node(client: Client) -> tuple[str | None, int]:
+def local_node(client: Client, gpus_per_task: int = 0) -> tuple[str | None, int]:
     """Name of this host's node and its number of GPUs; None and 0 if the daemon knows no node yet.
 
-    Raises NeverFits if it has nodes of other hosts only.
+    Raises NeverFits if it has nodes of other hosts only, InUse if a task would wait for the end of this process.
     """
     gpus = client.gpus()
     nodes = [node for node in client.nodes() if node.name in {gpu.node for gpu in gpus}]
     own = own_node(nodes)
     if own is None and nodes:
         raise none_here(nodes)
-    return (None, 0) if own is None else (own.name, sum(gpu.node == own.name for gpu in gpus))
+    if own is None:
+        return None, 0
+    here = [gpu for gpu in gpus if gpu.node == own.name]
+    around = surrounding_lease(client)
+    others = {gpu.uuid for gpu in here} - {gpu.uuid for gpu in (around.gpus if around else ())}
+    if around is not None and len(others) < gpus_per_task <= len(here):
+        raise InUse(
+            f"This process runs under lease {around.id}, which has {len(here) - len(others)} of the {len(here)} GPUs of"
+            f" {own.name} until it ends, and a task with {gpus_per_task} of its own would wait for that.",
+            remedy="Start it without a lease: each task takes its own.",
+        )
+    return own.name, len(here)
 
 
 def _pickling_error(name: str, error: Exception) -> NotPicklable:
