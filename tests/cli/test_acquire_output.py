@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from gpulease import Client, LeaseState
 from tests.cli.programs import environ, wait_until
+from tests.daemon import daemon
 
 GPULEASE = [sys.executable, "-m", "gpulease_cli"]
 
@@ -35,6 +37,33 @@ def test_a_request_is_withdrawn_when_acquire_is_ended_though_its_shell_goes_on(
             finally:
                 waiting.kill()
         assert not client.leases(LeaseState.QUEUED), "the owner is the shell, this process, which lives"
+
+
+def test_a_request_is_withdrawn_also_when_acquire_is_ended_while_the_daemon_is_away(tmp_path: Path) -> None:
+    with daemon(tmp_path) as running, ExitStack() as opened:
+        address = f"unix://{running.socket}"
+        client = opened.enter_context(Client(address))
+        opened.enter_context(client.lease(4, wait_s=60))
+        waiting = [
+            opened.enter_context(
+                subprocess.Popen(
+                    ["env", "--default-signal=INT", *GPULEASE, "acquire", "--wait", "1h", *words],
+                    env=environ(GPULEASE_URL=address),
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for words in ([], ["--detach"])
+        ]
+        for one in waiting:
+            assert "waits, " in one.stderr.readline()
+        running.kill()
+        for one in waiting:
+            one.send_signal(signal.SIGINT)
+            assert "the daemon ends the request when it is back" in one.stderr.read()
+        running.start()
+        wait_until(lambda: not client.leases(LeaseState.QUEUED))
+        assert held(client) == 1
 
 
 @pytest.mark.parametrize(("place", "code"), [("/dev/full", 1), ("a closed pipe", 141)])

@@ -15,7 +15,7 @@ from gpulease.agent_fields import agent_fields
 from gpulease.client import Client
 from gpulease.device_reuse import LEASE_VARIABLE
 from gpulease.own_node import node_to_ask_for
-from gpulease_cli import caller_mask, id_completion, names, output, wait_progress
+from gpulease_cli import caller_mask, id_completion, names, output, owed, wait_progress
 from gpulease_cli.calling_shell import CallingShell, calling_shell
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DeviceForm, Field, Number
@@ -125,7 +125,12 @@ def acquire(
         raise InvalidRequest("Give -n or --devices, not both.")
     caller = calling_shell()
     connected = wait_progress.patient_client(wait)
-    with wait_progress.ended_by_signals(), connected as client, wait_progress.QueueProgress(client) as progress:
+    with (
+        wait_progress.ended_by_signals(),
+        connected as client,
+        owed.settled_later(client),
+        wait_progress.QueueProgress(client) as progress,
+    ):
         if not new:
             _check_unbound(client)
         owner = caller.process.owner_fields(local=client.destination.local) if caller and not detach else {}
