@@ -178,6 +178,15 @@ def test_one_rank_and_its_last_lines(trained: str, gpulease: Program) -> None:
     assert "hello" not in last
 
 
+def test_a_rank_that_a_job_does_not_have_is_not_one_that_wrote_nothing(trained: str, gpulease: Program) -> None:
+    assert gpulease("logs", "--rank", "2", trained).stderr == f"{trained} has no rank 2: its last one is 1\n"
+    plain = gpulease("submit", "--", "echo", "hello").stdout.strip()
+    assert gpulease("wait", plain).returncode == 0
+    refused = gpulease("logs", "-f", "--rank", "3", plain)
+    assert refused.returncode == 2
+    assert f"--rank: {plain} has one log for all that it prints, because its launcher is plain." in refused.stderr
+
+
 def test_submit_follow_prints_why_it_waits_once_then_the_log(client: Client, start: Callable[..., Running]) -> None:
     with all_gpus_taken(client):
         command = start(

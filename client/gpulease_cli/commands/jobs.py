@@ -69,13 +69,18 @@ def logs(job: str, follow: bool, rank: int | None, node: str | None, tail: int |
         raise click.UsageError("--attempt cannot be combined with --follow", click.get_current_context())
     with Client() as client:
         found = names.find_job(client, job)
+        if rank and found.launcher not in RANKED:
+            raise InvalidRequest(
+                f"--rank: {found.id} has one log for all that it prints, because its launcher is {found.launcher}.",
+                remedy="Leave it out.",
+            )
         with wait_progress.hint_on_interrupt(found.id, "logs -f"):
             if follow and found.state is JobState.QUEUED:
                 print(f"{found.id} waits: {printable(found.reason or '', 500)}", file=sys.stderr)
             if not follow and attempt is None:
                 attempt = _earlier_attempt(found)
             if not print_log(client, found, follow, rank, tail, node, attempt) and tail != 0:
-                _say_why_empty(client.job(found.id), attempt)
+                _say_why_empty(client.job(found.id), attempt, rank)
 
 
 @command(
@@ -196,7 +201,7 @@ def _earlier_attempt(job: Job) -> int | None:
     return earlier.number
 
 
-def _say_why_empty(job: Job, attempt: int | None) -> None:
+def _say_why_empty(job: Job, attempt: int | None, rank: int | None) -> None:
     """Say on stderr why a job has no log, and where it would be."""
     reason = printable(job.reason or "", 2000)
     earlier = next((one for one in job.attempt_history if one.number == attempt), None)
@@ -207,6 +212,8 @@ def _say_why_empty(job: Job, attempt: int | None) -> None:
         said = f"waits, so it has no log yet: {reason}; see `gpulease explain {job.id}`"
     elif job.started_at is None and job.ended:
         said = f"has no log, because it never started: {output.spelled(job.state)}{f', {reason}' if reason else ''}"
+    elif rank is not None and rank >= len(job.gpus) > 0:
+        said = f"has no rank {rank}: its last one is {len(job.gpus) - 1}"
     else:
         node = f" on {job.gpus[0].node}" if job.gpus else ""
         where = f"; its logs are in {job.log_directory}{node}" if job.log_directory else ""
