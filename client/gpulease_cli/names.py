@@ -52,6 +52,10 @@ def find(client: Client, word: str, kinds: Sequence[str] = JOBS_AND_ARRAYS, *, s
     Of several own jobs with this name it is the newest, one that has not ended before one that has. With `single`,
     for what ends them, several that have not ended are too many.
     """
+    if not word:  # else it would be the name of every job that has none
+        raise InvalidRequest(
+            "An empty word names no job and no lease.", remedy="Was a variable to be here, and is unset?"
+        )
     if any("\ud800" <= character <= "\udfff" for character in word):
         raise InvalidRequest(f"{word!a} is not UTF-8 text, so nothing has this name.")
     if whole := FULL_ID.fullmatch(word):

@@ -213,6 +213,20 @@ def test_several_are_cancelled_at_once(held: Client, gpulease: Program) -> None:
     assert gpulease("cancel", "--mine").stdout == "you have no job to cancel\n"
 
 
+@pytest.mark.parametrize("words", [("",), ("--name", ""), ("--yes", "--name", "")])
+def test_a_variable_that_is_unset_cancels_nothing(client: Client, gpulease: Program, words: tuple[str, ...]) -> None:
+    unnamed = client.submit(JobRequest(command=["sleep", "600"], launcher="plain"))
+    try:
+        refused = gpulease("cancel", *words)
+        assert refused.returncode == 2, refused.stdout
+        assert "is unset?" in refused.stderr
+        assert client.job(unnamed.id).state in (JobState.QUEUED, JobState.STARTING, JobState.RUNNING)
+        for command in (("wait", ""), ("logs", ""), ("release", ""), ("submit", "--after", "any:", "--", "true")):
+            assert gpulease(*command).returncode == 2
+    finally:
+        client.cancel_job(unnamed.id, 0)
+
+
 def test_several_are_waited_for_and_the_first_failure_counts(client: Client, gpulease: Program) -> None:
     good, bad = submit(client, "true", name="good"), submit(client, "sh", "-c", "exit 7", name="bad")
     waited = gpulease("wait", good.id, "bad")
