@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(sys.stdout.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: what one write does not take would be lost
             encoding = sys.stdout.encoding
             buffer = io.BufferedWriter(sys.stdout.detach())
-            sys.stdout = io.TextIOWrapper(buffer, encoding, line_buffering=True)
+            sys.__stdout__ = sys.stdout = io.TextIOWrapper(buffer, encoding, line_buffering=True)  # type: ignore[misc]
         sys.stdout.reconfigure(errors="replace")  # a name or a label may have letters that this locale does not
     words = _as_options(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
