@@ -69,7 +69,7 @@ def logs(job: str, follow: bool, rank: int | None, node: str | None, tail: int |
         raise click.UsageError("--attempt cannot be combined with --follow", click.get_current_context())
     with Client() as client:
         found = names.find_job(client, job)
-        if rank and found.launcher not in RANKED:
+        if rank and found.launcher not in RANKED and found.nodes is None:
             raise InvalidRequest(
                 f"--rank: {found.id} has one log for all that it prints, because its launcher is {found.launcher}.",
                 remedy="Leave it out.",
