@@ -112,7 +112,7 @@ class DeviceRegistry:
         self._entries: list[FoundDevices] = []
         self._changed = threading.Condition()
         self._caller: int | None = None
-        """Id of the thread whose call looks for devices."""
+        """Id of the thread that is looking for devices."""
         self._waits = False
         """True once that call waits in the daemon's queue, or for the daemon."""
         self._environment: dict[str, str | None] | None = None

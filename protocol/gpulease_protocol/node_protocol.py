@@ -141,7 +141,7 @@ class OwnerReport(Noun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobElsewhere(Noun):
-    """An attempt of a job that runs on the node, and whose records are in another data directory than the worker's."""
+    """An attempt of a job that runs on the node, with its records in another data directory than the worker's."""
 
     job_id: str
     """The job."""

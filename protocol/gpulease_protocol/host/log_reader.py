@@ -25,7 +25,7 @@ LINE_BYTES = 2**16
 TAIL_SCAN_BYTES = 2**24
 """How far back from the end of a file `tail` looks for lines."""
 MAX_RANKS = 64
-"""Ranks whose files are merged, the lowest: a job can make files of any names, and each is held open."""
+"""Ranks that are merged at most, the lowest ones: a job can make any number of log files, and each stays open."""
 MAX_OPEN_FILES = 1024
 """Files of one user's jobs that a process has open at a time, for all who read them."""
 LAUNCHER = "launcher.log"

@@ -1,4 +1,4 @@
-"""Finds the jobs of this host whose records are in another data directory than this worker's.
+"""Finds the jobs of this host that have their records in another data directory than this worker's.
 
 A worker that is started with another `--data-dir` knows nothing of the jobs that run. The daemon would take them for
 lost, and what is left of them would be ended. So the worker names them in its reports until the daemon has taken one

@@ -139,7 +139,7 @@ async function read(response) {
   }
 }
 
-/** What answers is not the daemon, as a proxy whose session has ended. */
+/** What answers is not the daemon, as a proxy after the session has ended. */
 function anotherServer() {
   const detail = "Something other than the daemon answers.";
   return new Problem(0, { detail, remedy: "If you came through a proxy where you sign in, reload this page." });
