@@ -120,6 +120,7 @@ def measure(nodes: int, waiting: int) -> dict[str, float]:
     shared = by_fair_share(nodes, waiting)
     found["release, report, grant by fair share"] = shared["grant"]
     found[MANY_USERS] = shared["renewal"]
+    found["report of a node while the GPUs of all others drain"] = while_others_drain(nodes)
     unusable = with_unusable_gpu(nodes, waiting)
     found["renewal, while a GPU is free that no one in the queue can use"] = unusable["renewal"]
     found["request that must wait, while a GPU is free that no one can use"] = unusable["request"]
@@ -140,6 +141,17 @@ def growth_of_decisions(least: dict[str, float], most: dict[str, float]) -> dict
     granted at one size and queued at the other, and without what depends on the number of users."""
     of_many = ("500 new ", MANY_USERS)
     return {what: most[what] / least[what] for what in least if not what.startswith(of_many)}
+
+
+def while_others_drain(nodes: int) -> list[float]:
+    """A report of a node that changes nothing there."""
+    fleet = Fleet(nodes)
+    leases = fleet.fill(0)
+    reports = leases[-1].gpus[0].node
+    for lease in leases:
+        if lease.gpus[0].node != reports:
+            fleet.world.release(lease)
+    return timed(lambda: fleet.world.report(reports))
 
 
 def by_fair_share(nodes: int, waiting: int) -> dict[str, list[float]]:

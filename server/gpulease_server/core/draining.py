@@ -21,7 +21,7 @@ no longer than one that stays. Both times start again when a process is listed a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuReading, Process
@@ -120,14 +120,17 @@ def follow_memory(
     return watch
 
 
-def free_clean_gpus(turn: Turn, observation: NodeObservation) -> None:
-    """Free each draining GPU that a reading begun after the end of its lease shows clean.
+def free_clean_gpus(turn: Turn, observation: NodeObservation, readings: Mapping[str, GpuReading]) -> None:
+    """Free each draining GPU that these readings of an observation, begun after the end of its lease, show clean.
 
-    One that the reading does not show goes on draining.
+    One that they do not show goes on draining. Costs what they show, however many GPUs drain elsewhere.
     """
-    for uuid, since_s in list(turn.ledger.draining_since.items()):
-        gpu, reading, at_s = turn.ledger.gpus[uuid], observation.readings.get(uuid), observed_at(observation, uuid)
-        if gpu.device.node != observation.node or reading is None or at_s is None or at_s <= since_s:
+    for uuid, reading in readings.items():
+        since_s = turn.ledger.draining_since.get(uuid)
+        if since_s is None:
+            continue
+        gpu, at_s = turn.ledger.gpus[uuid], observed_at(observation, uuid)
+        if gpu.device.node != observation.node or at_s is None or at_s <= since_s:
             continue
         leftovers, watch = find_leftovers(gpu, reading, turn.policy), observation.gpus[uuid]
         if not leftovers.none_of_lease:

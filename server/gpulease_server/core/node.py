@@ -93,7 +93,7 @@ def on_node_reported(turn: Turn, reported: NodeReported) -> None:
         turn.emit(kind, node=name, reason=report.problem)
     on_owner_reports(turn, name, report)
     on_job_reports(turn, name, report.jobs)
-    free_clean_gpus(turn, observation)
+    free_clean_gpus(turn, observation, observation.readings)
     remove_missing_gpus(turn, observation)
     _note_answered_request(turn, observation)
     turn.answer(reported.cause, None)
@@ -133,7 +133,7 @@ def _take_partial(turn: Turn, reported: NodeReported, report: NodeReport, before
     if not before.leaving:
         observation.find_clear(before, shown)
     turn.put(observation)
-    free_clean_gpus(turn, observation)
+    free_clean_gpus(turn, observation, shown)
 
 
 def _begun_at_s(reported: NodeReported) -> float | None:
