@@ -108,7 +108,8 @@ def _times(obstacle: Obstacle, now: datetime) -> str:
 def describe_wait(explanation: Explanation) -> str:
     """`, 2nd in the queue: ` and who is in the way."""
     place = f", {ordinal(explanation.position)} in the queue" if explanation.position else ""
-    why = "; ".join(obstacle_groups(explanation.obstacles))
+    unlisted = [f"and {explanation.unlisted_gpus} more GPUs"] if explanation.unlisted_gpus else []
+    why = "; ".join([*groups, *unlisted]) if (groups := obstacle_groups(explanation.obstacles)) else ""
     return f"{place}: {why or _without_place(explanation)}"
 
 

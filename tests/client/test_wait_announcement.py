@@ -17,10 +17,10 @@ import pytest
 from gpulease import AsyncClient, Client, NotNow, find_usable_cuda_devices, release
 from gpulease.device_request import WAIT_VARIABLE
 from gpulease.sansio import wait_announcement
-from gpulease_protocol.explanation import Obstacle
+from gpulease_protocol.explanation import Explanation, Obstacle
 from gpulease_protocol.host.variables import KNOWN, unknown_variables
 from gpulease_protocol.model import Gpu, GpuState, Holder, Node, NodeState
-from gpulease_protocol.obstacle_groups import obstacle_groups
+from gpulease_protocol.obstacle_groups import describe_wait, obstacle_groups
 from tests.client.fake_daemon import BUSY, FakeDaemon
 
 NOW = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -155,6 +155,14 @@ def test_obstacles_are_grouped_by_who_is_in_the_way() -> None:
     assert [group.split(":")[0] for group in obstacle_groups(far, NOW)] == ["GPU 0 of node-0", "GPU 1 of node-1"]
     many = [obstacle(index, holder=Holder(user=f"user-{index}")) for index in range(12)]
     assert obstacle_groups(many, NOW)[8:] == ["and 4 more"]
+
+
+def test_gpus_that_an_explanation_does_not_list_are_counted() -> None:
+    listed = Explanation(
+        verdict="not_now", sentence="", obstacles=(obstacle(0, holder=Holder(user="ada", label="sweep")),)
+    )
+    assert describe_wait(listed) == ": GPU 0: ada (sweep)"
+    assert describe_wait(replace(listed, unlisted_gpus=44)) == ": GPU 0: ada (sweep); and 44 more GPUs"
 
 
 def test_a_reservation_is_told_to_its_end_which_says_what_to_do() -> None:

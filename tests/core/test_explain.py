@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -299,3 +300,47 @@ def test_a_job_that_an_older_release_let_last_forever_is_no_error() -> None:
 def test_one_named_gpu_is_not_told_as_several(indices: tuple[int, ...], said: str) -> None:
     demand = Demand(selection=Selection.LISTED, indices=indices)
     assert describe_demand(demand) == in_a_table(demand) == said
+
+
+def test_of_very_many_gpus_those_are_listed_that_could_serve_the_request() -> None:
+    world = World()
+    for name in [chr(0x100 + number) for number in range(40)]:
+        world.node(name)
+    last = [chr(0x300), chr(0x301)]
+    for name in last:
+        world.node(name, gpus=[gpu(index, name, name="NVIDIA A100") for index in range(8)])
+        world.lease(8, node=name)
+    told = refused(world, 2, gpu_model="A100")
+    assert [one.node for one in told.obstacles[-16:]] == [last[0]] * 8 + [last[1]] * 8
+    assert {one.code for one in told.obstacles[:-16]} == {"other_model"}
+    assert (len(told.obstacles), told.unlisted_gpus) == (256, 42 * 8 - 256)
+    assert told.sentence.count("is held by") == 16
+    assert refused(World().node(gpus=1), 2).unlisted_gpus == 0
+
+
+def test_a_refusal_costs_as_much_with_ten_thousand_gpus_as_with_a_thousand() -> None:
+    few, many = (calls_of_a_refusal(nodes) for nodes in (125, 1250))
+    assert many < 1.5 * few
+    few, many = (calls_of_a_refusal(nodes, nodes=2) for nodes in (125, 1250))
+    assert many < 3 * few  # it says of each node whether it is ready
+
+
+def calls_of_a_refusal(number: int, **what: Any) -> int:
+    """How many calls the second refusal takes: the first also finds out which GPUs could ever serve it."""
+    world, calls = World(), 0
+    for at in range(number):
+        world.addresses[name := chr(0x100 + at)] = f"10.1.{at // 250}.{at % 250}"
+        world.node(name)
+        world.lease(8, node=name)
+    refused(world, 1, **what)
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event.endswith("call")
+
+    sys.setprofile(count)
+    try:
+        refused(world, 1, **what)
+    finally:
+        sys.setprofile(None)
+    return calls

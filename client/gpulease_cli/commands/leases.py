@@ -79,6 +79,8 @@ def explain(lease: str | None, json: bool) -> None:
     click.echo(output.local_times(sentence))
     for line in obstacle_lines(explanation.obstacles):
         click.echo(f"  {output.local_times(line)}")
+    if explanation.unlisted_gpus:
+        click.echo(f"  {explanation.unlisted_gpus} more GPUs are not listed.")
 
 
 def lease_or_job(word: str | None) -> str:

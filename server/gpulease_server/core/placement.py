@@ -139,7 +139,7 @@ def reach_of(ledger: Ledger, demand: Demand, node: str) -> str | None:
     return ledger.nodes[node].host if is_loopback(observation.address) else ""
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(16_384)  # more than there are nodes: a walk over all would find none of a smaller one
 def is_loopback(address: str) -> bool:
     """True for an IP address that only its own host reaches."""
     return ipaddress.ip_address(address).is_loopback

@@ -27,15 +27,15 @@ PATHS = {
 """By `GpuLink.path`."""
 
 
-def describe_unconnected(ledger: Ledger, demand: Demand, in_the_way: Collection[str]) -> str:
+def describe_unconnected(ledger: Ledger, demand: Demand, usable: Collection[str]) -> str:
     """Where enough GPUs are free, but not all connected as the demand requires; empty where that keeps it nowhere.
-    `in_the_way`: UUIDs of the GPUs that something else keeps from it."""
+    `usable`: UUIDs of the GPUs that nothing else keeps from it."""
     if demand.topology is not TopologyMode.REQUIRED:
         return ""
     said = []
     for node, uuids in find_candidates(ledger, demand).by_node.items():
         needed = gpus_needed(demand, uuids)
-        free = [uuid for uuid in uuids if uuid not in in_the_way and uuid in ledger.fleet.free.get(node, ())]
+        free = [uuid for uuid in uuids if uuid in usable and uuid in ledger.fleet.free_gpus]
         if len(free) >= needed and not choose_gpus(ledger, demand, node, free, needed):
             indices = [ledger.gpus[uuid].device.index for uuid in free]
             said.append(

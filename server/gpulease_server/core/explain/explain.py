@@ -13,7 +13,7 @@ from gpulease_server.core.explain.connections import describe_connections, descr
 from gpulease_server.core.explain.declared_times import describe_run_ahead, describe_times
 from gpulease_server.core.explain.gang_nodes import describe_readiness, node_readiness
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
-from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
+from gpulease_server.core.explain.obstacles import limit_obstacles, listed_gpus, obstacle
 from gpulease_server.core.explain.order_reasons import describe_place, recent_usage
 from gpulease_server.core.explain.preemptions import describe_preemption, describe_victim, preempted_for
 from gpulease_server.core.explain.reserved_gpus import calendar_obstacles
@@ -62,11 +62,12 @@ def explain(
     gpus_left, closed = reservations.users.gpus_left(lease), reservations.users.closed_to(lease)
     placed = place(ledger, lease.demand, reserved_for_older, now, policy, most_gpus=gpus_left, closed=closed)
     unread = {gpu.device.uuid for gpu in placed.gpus} if isinstance(placed, NeedsReading) else set()
-    gpus = ledger.gpus.values()
-    each = (obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy) for gpu in gpus)
+    listed = listed_gpus(ledger, lease.demand)
+    each = (obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy) for gpu in listed.values())
     found = {item.uuid: item for item in each if item is not None}
-    reserved = calendar_obstacles(reservations.users, lease, ledger, closed, found)
-    found |= limit_obstacles(ledger, lease, gpus_left) | reserved
+    reserved = calendar_obstacles(reservations.users, lease, ledger, closed & listed.keys(), found)
+    found |= limit_obstacles(ledger, lease, gpus_left, listed) | reserved
+    unlisted = len(ledger.gpus) - len(listed)
     obstacles = tuple(sorted(found.values(), key=lambda item: (item.node, item.index)))
     nodes = node_readiness(ledger, lease.demand, reserved_for_older, unread, now, policy, closed)
     position = place_in_queue(ledger, record) if stays_queued else None
@@ -74,13 +75,20 @@ def explain(
     queued, asked = describe_place(ledger, record, usage) if stays_queued else "", describe_demand(lease.demand)
     if is_never(ledger, lease.demand):
         sentence = f"Never: asked for {asked}. {why_never(ledger, lease.demand)} {describe_nodes(ledger)}"
-        return Explanation(verdict="never", sentence=sentence, position=position, obstacles=obstacles, nodes=nodes)
+        return Explanation(
+            verdict="never",
+            sentence=sentence,
+            position=position,
+            obstacles=obstacles,
+            unlisted_gpus=unlisted,
+            nodes=nodes,
+        )
     # Asks the GPU, not `item.code`: `too_little_memory` may be for now or for good.
     in_the_way = [item.sentence for item in obstacles if mismatch(lease.demand, ledger.gpus[item.uuid]) is None]
-    unconnected = describe_unconnected(ledger, lease.demand, {item.uuid for item in obstacles})
+    unconnected = describe_unconnected(ledger, lease.demand, listed.keys() - found.keys())
     said = [unconnected, *list(dict.fromkeys(in_the_way))[:16]]
     details = " ".join(filter(None, said)) or (JUST_FREE if ledger.gpus else NONE_REPORTED)
-    notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
+    notes = mode_notes(ledger, (gpu for gpu in listed.values() if mismatch(lease.demand, gpu) is None))
     bypass_count, first_bypass_s = ledger.bypasses.get(lease.id, (0, now.mono_s))
     bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy)
     bypassed = bypassed + describe_times(reservations, record, position, start_known) if stays_queued else ""
@@ -97,6 +105,7 @@ def explain(
         recent_usage=usage,
         behind=tuple(dict.fromkeys(item.lease_id for item in obstacles if item.code == "claimed" and item.lease_id)),
         obstacles=obstacles,
+        unlisted_gpus=unlisted,
         nodes=nodes,
     )
 

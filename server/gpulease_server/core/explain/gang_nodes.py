@@ -31,17 +31,19 @@ def node_readiness(
     said: dict[str, str] = {}
     for model, by_node in find_candidates(ledger, demand).by_model.items():
         for node, uuids in by_node.items():
-            gpus = (ledger.gpus[uuid] for uuid in uuids)
-            found = [obstacle(ledger, demand, gpu, reserved_for, unread, now, policy) for gpu in gpus]
-            blocked = sum(one is not None or uuid in closed for one, uuid in zip(found, uuids, strict=True))
+            free_now = (uuid for uuid in uuids if uuid in ledger.fleet.free_gpus and uuid not in closed)
+            usable = sum(
+                obstacle(ledger, demand, ledger.gpus[uuid], reserved_for, unread, now, policy) is None
+                for uuid in free_now
+            )
             reach = reach_of(ledger, demand, node)
             if reach is None:
                 said[node] = f"Node {node} {_no_address(ledger, node)}."
                 continue
-            free.setdefault((model, reach), {})[node] = len(uuids) - blocked
+            free.setdefault((model, reach), {})[node] = usable
             if ends_too_soon(ledger, demand, node, now):
                 said[node] = f"Node {node} goes before this must have ended."
-            said.setdefault(node, f"Node {node} has {len(uuids) - blocked} of {count_gpus(demand.count)}.")
+            said.setdefault(node, f"Node {node} has {usable} of {count_gpus(demand.count)}.")
     best = max(sorted(free), key=lambda key: sum(number >= demand.count for number in free[key].values()), default=None)
     ready = {node for node, number in free.get(best or ("", ""), {}).items() if number >= demand.count}
     for key, numbers in free.items():

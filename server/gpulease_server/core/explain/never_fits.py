@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 
 from gpulease_protocol.model import Demand, Selection, TopologyMode
@@ -99,9 +100,8 @@ def is_never(ledger: Ledger, demand: Demand) -> bool:
 
 def describe_nodes(ledger: Ledger) -> str:
     """How many GPUs each node has, in words; of many nodes the first."""
-    counts: dict[str, int] = {}
-    for gpu in ledger.gpus.values():
-        counts[gpu.device.node] = counts.get(gpu.device.node, 0) + 1
-    said = [f"Node {node} has {count_gpus(count)}." for node, count in sorted(counts.items())]
-    more = len(said) - MAX_NAMED
-    return " ".join(said if more <= 1 else [*said[:MAX_NAMED], f"There are {more} more nodes."])
+    by_node = ledger.fleet.gpus_of_node
+    more = len(by_node) - MAX_NAMED
+    named = sorted(by_node) if more <= 1 else heapq.nsmallest(MAX_NAMED, by_node)
+    said = [f"Node {node} has {count_gpus(len(by_node[node]))}." for node in named]
+    return " ".join(said if more <= 1 else [*said, f"There are {more} more nodes."])

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from typing import Any
 
 from gpulease_protocol.durations import LONGEST_S
 from gpulease_protocol.explanation import Obstacle
 from gpulease_protocol.model import Demand, GpuState, Lease, Liveness
 from gpulease_server.core.explain.gpu_reasons import on_node_out_of_use, why_not_free, why_reserved
-from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, observed_at, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.kept_leases import describe_kept, kept_now
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import candidates, grant_size, lacks_memory, mismatch
+from gpulease_server.core.placement import find_candidates, grant_size, lacks_memory, mismatch
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.reclaim_rule import describe_reclaim
 from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
@@ -27,8 +28,24 @@ MISMATCHES = {
     "other_model": "is of another model",
     "too_little_memory": "has too little memory",
 }
+MAX_LISTED = 256
+"""GPUs that an explanation goes into: each takes some 15 us, and 10,000 took as long as hundreds of grants."""
 SLOW_S = 0.5
 """A reading that takes longer is mentioned to users who wait for it."""
+
+
+def listed_gpus(ledger: Ledger, demand: Demand) -> Mapping[str, GpuRecord]:
+    """The GPUs that an explanation goes into, by UUID: all of them, or, where these are over `MAX_LISTED`, those of
+    whole nodes by name, of nodes that could serve the demand first."""
+    if len(ledger.gpus) <= MAX_LISTED:
+        return ledger.gpus
+    could, found = find_candidates(ledger, demand).by_node, dict[str, GpuRecord]()
+    for node in [*sorted(could), *sorted(ledger.fleet.gpus_of_node)]:
+        more = {uuid: ledger.gpus[uuid] for uuid in could.get(node, ()) or ledger.fleet.gpus_of_node[node]}
+        if found and len(found | more) > MAX_LISTED:
+            break
+        found |= more
+    return found
 
 
 def obstacle(
@@ -62,8 +79,8 @@ def obstacle(
         lease, (until, ends) = record.lease, _end(ledger, record, now)
         idle = describe_kept(record, now) or describe_reclaim(ledger, lease.id, now)
         sentence = f"{name} is {why}{ends}{cordoned}{idle}".rstrip(".")
-        found = _held_or_worse(ledger, gpu, state, f"{sentence}.")
-        return replace(found, since=lease.granted_at, until=until, job_id=lease.job_id, kept=kept_now(record, now))
+        more = {"since": lease.granted_at, "until": until, "job_id": lease.job_id, "kept": kept_now(record, now)}
+        return _held_or_worse(ledger, gpu, state, f"{sentence}.", **more)
     if lacks_memory(ledger, demand, gpu):
         reading = reading_of(ledger, gpu)
         unknown = reading is None or reading.memory_used_bytes is None or reading.memory_total_bytes is None
@@ -71,29 +88,28 @@ def obstacle(
         return _obstacle(gpu, "too_little_memory", f"{name} {why}.")
     older_lease = reserved_for.get(gpu.device.uuid)
     if older_lease is not None:
-        found = _obstacle(gpu, "claimed", f"{name} is {why_reserved(ledger, older_lease, 'the earlier ')}.")
-        return replace(found, lease_id=older_lease, holder=ledger.leases[older_lease].lease.holder)
+        holder, why = ledger.leases[older_lease].lease.holder, why_reserved(ledger, older_lease, "the earlier ")
+        return _obstacle(gpu, "claimed", f"{name} is {why}.", lease_id=older_lease, holder=holder)
     if gpu.device.uuid in unread:
         return _obstacle(gpu, "unread", f"{name} looked free, but {_awaited(ledger, gpu, policy)}.")
     return None
 
 
-def limit_obstacles(ledger: Ledger, lease: Lease, most_gpus: int | None) -> dict[str, Obstacle]:
-    """By UUID, the GPUs of nodes on which the lease would take more GPUs than its user's limit leaves."""
+def limit_obstacles(
+    ledger: Ledger, lease: Lease, most_gpus: int | None, listed: Mapping[str, GpuRecord]
+) -> dict[str, Obstacle]:
+    """By UUID, those GPUs of nodes on which the lease would take more GPUs than its user's limit leaves."""
     if most_gpus is None:
         return {}
-    fitting = candidates(ledger, lease.demand, most_gpus)
-    return {
-        gpu.device.uuid: _obstacle(
-            gpu,
-            "over_limit",
-            f"{_taken(lease.demand, node, gpus)}, and user {lease.holder.user} may have {most_gpus}"
-            f" more{_with_token(lease)}.",
-        )
-        for node, gpus in candidates(ledger, lease.demand).items()
-        if node not in fitting
-        for gpu in gpus
-    }
+    could, found = find_candidates(ledger, lease.demand).by_node, dict[str, Obstacle]()
+    for node in dict.fromkeys(gpu.device.node for gpu in listed.values()):
+        uuids = could.get(node, ())
+        if not uuids or grant_size(lease.demand, uuids) <= most_gpus:
+            continue
+        user, takes = lease.holder.user, _taken(lease.demand, node, uuids)
+        said = f"{takes}, and user {user} may have {most_gpus} more{_with_token(lease)}."
+        found |= {uuid: _obstacle(listed[uuid], "over_limit", said) for uuid in uuids if uuid in listed}
+    return found
 
 
 def _why_too_soon(ledger: Ledger, demand: Demand, node: str, now: Instant) -> str:
@@ -105,8 +121,8 @@ def _why_too_soon(ledger: Ledger, demand: Demand, node: str, now: Instant) -> st
     )
 
 
-def _taken(demand: Demand, node: str, gpus: list[GpuRecord]) -> str:
-    size = count_gpus(grant_size(demand, gpus))
+def _taken(demand: Demand, node: str, uuids: Sequence[str]) -> str:
+    size = count_gpus(grant_size(demand, uuids))
     return f"Node {node} has {size} for it" if demand.nodes == 1 else f"The request takes {size}"
 
 
@@ -164,12 +180,13 @@ def _cordoned_later(ledger: Ledger, gpu: GpuRecord) -> str:
     return ", and cordoned after that" if gpu.cordoned else f", and {on_node_out_of_use(ledger, gpu.device.node)}"
 
 
-def _held_or_worse(ledger: Ledger, gpu: GpuRecord, state: GpuState, sentence: str) -> Obstacle:
+def _held_or_worse(ledger: Ledger, gpu: GpuRecord, state: GpuState, sentence: str, **more: Any) -> Obstacle:
     reading = reading_of(ledger, gpu)
     holder = ledger.leases[gpu.lease_id].lease.holder if gpu.lease_id in ledger.leases else None
     pids = tuple(process.pid for process in occupants(reading)) if reading else ()
-    return replace(_obstacle(gpu, state.value, sentence), lease_id=gpu.lease_id, holder=holder, pids=pids)
+    return _obstacle(gpu, state.value, sentence, lease_id=gpu.lease_id, holder=holder, pids=pids, **more)
 
 
-def _obstacle(gpu: GpuRecord, code: str, sentence: str) -> Obstacle:
-    return Obstacle(uuid=gpu.device.uuid, node=gpu.device.node, index=gpu.device.index, code=code, sentence=sentence)
+def _obstacle(gpu: GpuRecord, code: str, sentence: str, **more: Any) -> Obstacle:
+    device = gpu.device
+    return Obstacle(uuid=device.uuid, node=device.node, index=device.index, code=code, sentence=sentence, **more)

@@ -27,7 +27,7 @@ export function Why({ leaseId, nameOf }) {
     ${value.preempts && html`<${Preempts} preempts=${value.preempts} nameOf=${nameOf} />`}
     ${value.behind.length > 0 && html`<p>Behind ${leaseLinks(value.behind)}.</p>`}
     ${value.recent_usage?.length > 0 && html`<${RecentUsage} usages=${value.recent_usage} />`}
-    ${value.obstacles.length > 0 && html`<${Obstacles} obstacles=${value.obstacles} />`}
+    ${value.obstacles.length > 0 && html`<${Obstacles} obstacles=${value.obstacles} unlisted=${value.unlisted_gpus ?? 0} />`}
   </div>`;
 }
 
@@ -61,7 +61,7 @@ function groupUsage({ group, group_gpu_hours: hours, group_share: share }) {
   return `group ${plain(group)} ${hours.toFixed(1)}${each}`;
 }
 
-function Obstacles({ obstacles }) {
+function Obstacles({ obstacles, unlisted }) {
   return html`<table><thead><tr><th scope="col">GPU</th><th scope="col">Why not</th></tr></thead>
     <tbody>${obstacles.slice(0, MAX_OBSTACLES).map(
       (one) => html`<tr key=${one.uuid}>
@@ -69,7 +69,7 @@ function Obstacles({ obstacles }) {
       <td data-label="Why not">${withoutPlace(one)}</td>
     </tr>`,
     )}</tbody></table>
-    <${More} hidden=${obstacles.length - MAX_OBSTACLES} />`;
+    <${More} hidden=${Math.max(0, obstacles.length - MAX_OBSTACLES) + unlisted} />`;
 }
 
 function verdictOf({ verdict, position }) {
