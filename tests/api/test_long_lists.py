@@ -16,8 +16,8 @@ from gpulease_server.api.long_lists import list_response
 from gpulease_server.api.middleware import etag
 from gpulease_server.api.pages import page_response
 from gpulease_server.core.limit_changes import limit_list, limit_use
-from gpulease_server.core.presentation import GpuList, gpu_views, node_list, node_view
-from tests.core.build import World
+from gpulease_server.core.presentation import GpuList, node_list, node_view
+from tests.core.build import World, gpu_views
 
 GPU: TypeAdapter[object] = TypeAdapter(Gpu)
 NODE: TypeAdapter[object] = TypeAdapter(Node)
@@ -35,7 +35,7 @@ def world() -> World:
 def test_a_list_of_gpus_is_what_a_page_of_them_would_be(world: World) -> None:
     gpus = GpuList(world.ledger, world.now, world.policy)
     answer = asyncio.run(list_response(gpus.records(), gpus.view, GPU))
-    page = Page(items=tuple(gpu_views(world.ledger, world.now, world.policy)))
+    page = Page(items=tuple(gpu_views(world)))
     assert answer.body == TypeAdapter(Page[Gpu]).dump_json(page)
     assert answer.headers["content-type"] == "application/json"
     assert [(gpu.node, gpu.index) for gpu in page.items] == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]
@@ -83,7 +83,7 @@ def test_others_run_while_a_long_list_is_made(world: World, monkeypatch: pytest.
     """By a clock on which each item takes 1 ms."""
     ticks = itertools.count()
     monkeypatch.setattr(long_lists.time, "perf_counter", lambda: next(ticks) / 1000)
-    (gpu, *_), at = gpu_views(world.ledger, world.now, world.policy), list[int]()
+    (gpu, *_), at = gpu_views(world), list[int]()
     done = asyncio.Event()
 
     async def make() -> None:

@@ -14,6 +14,7 @@ from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import (
     Demand,
     Event,
+    Gpu,
     GpuReading,
     GpuState,
     Holder,
@@ -64,7 +65,7 @@ from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.next_tick import next_tick_s
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.presentation import lease_view
+from gpulease_server.core.presentation import GpuList, lease_view
 from gpulease_server.core.queue import settle
 from gpulease_server.core.records import Change, GpuRecord, Instant, WatchedOwner
 from gpulease_server.core.turn import Answer, Turn
@@ -91,6 +92,12 @@ def gpu(
         "processes": tuple(Process(pid=pid, lease_id=lease) for pid in pids),
     }
     return GpuReading(uuid=uuid(index, node), node=node, index=index, **reading | what)
+
+
+def gpu_views(world: World) -> list[Gpu]:
+    """Every GPU as it is shown, by node and index."""
+    gpus = GpuList(world.ledger, world.now, world.policy)
+    return [gpus.view(gpu) for gpu in gpus.records()]
 
 
 def watch_of(pid: int, node: str = "a") -> WatchedOwner:

@@ -17,8 +17,8 @@ from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.presentation import gpu_view, gpu_views
-from tests.core.build import GIB, World, gpu, uuid
+from gpulease_server.core.presentation import gpu_view
+from tests.core.build import GIB, World, gpu, gpu_views, uuid
 from tests.core.test_arrays import submit
 
 LONG_S = 100_000.0
@@ -285,7 +285,7 @@ def test_explain_says_how_often_it_was_passed_what_is_held_and_what_not_yet() ->
 
 def shown(world: World) -> list[tuple[GpuState, str | None]]:
     """State and reason of every GPU, in a list; and each by itself says the same."""
-    found = [(gpu.state, gpu.reason) for gpu in gpu_views(world.ledger, world.now, world.policy)]
+    found = [(gpu.state, gpu.reason) for gpu in gpu_views(world)]
     single = [gpu_view(world.ledger, gpu, world.now, world.policy) for gpu in world.ledger.gpus.values()]
     assert sorted((gpu.state, str(gpu.reason)) for gpu in single) == sorted((state, str(why)) for state, why in found)
     return found
@@ -346,7 +346,7 @@ def test_a_list_of_gpus_does_not_cost_a_walk_over_them_for_each_that_waits(monke
         monkeypatch.setattr(
             module, name, lambda *what, walk=walk, name=name, **more: walks.append(name) or walk(*what, **more)
         )
-    gpu_views(world.ledger, world.now, world.policy)
+    gpu_views(world)
     assert 0 < len(walks) <= reservation_view.MAX_SHOWN_DEMANDS
 
 

@@ -19,6 +19,7 @@ SLICE_S = 0.003
 """For about so long a list is made without letting anything else run."""
 
 Record = TypeVar("Record")
+Shown = TypeVar("Shown")
 
 
 async def list_response(
@@ -35,15 +36,18 @@ async def list_json(
     cursor: str | None = None,
 ) -> bytes:
     """A noun for each record, in a page that continues at this cursor: what `Page` would be as JSON."""
-    parts: list[bytes] = [b'{"items":[']
+    items = b",".join(await in_slices(records, lambda record: adapter.dump_json(view(record), by_alias=True)))
+    return b'{"items":[%b],"next":%b}' % (items, b"null" if cursor is None else b'"%b"' % cursor.encode())
+
+
+async def in_slices(records: Iterable[Record], view: Callable[[Record], Shown]) -> list[Shown]:
+    """What `view` makes of each record, in slices."""
+    found: list[Shown] = []
     begun_s = time.perf_counter()
     for record in records:
-        parts += adapter.dump_json(view(record), by_alias=True), b","
+        found.append(view(record))
         if time.perf_counter() - begun_s > SLICE_S:
             await asyncio.sleep(0)
             begun_s = time.perf_counter()
-    if len(parts) > 1:
-        parts.pop()
-    parts.append(b'],"next":%b}' % (b"null" if cursor is None else b'"%b"' % cursor.encode()))
     await asyncio.sleep(0)  # to join them may take as long as a slice
-    return b"".join(parts)
+    return found

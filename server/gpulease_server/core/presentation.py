@@ -186,12 +186,6 @@ class GpuList:
         return gpu_view(self.ledger, gpu, self.now, self.policy, self.reserved_for)
 
 
-def gpu_views(ledger: Ledger, now: Instant, policy: Policy) -> list[Gpu]:
-    """Every GPU, by node and index."""
-    gpus = GpuList(ledger, now, policy)
-    return [gpus.view(gpu) for gpu in gpus.records()]
-
-
 def gpu_view(
     ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy, reserved_for: Mapping[str, str] | None = None
 ) -> Gpu:

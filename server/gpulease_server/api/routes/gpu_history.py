@@ -105,13 +105,17 @@ async def list_histories(
     listed = GpuList(daemon.ledger, daemon.now(), daemon.policy)
     devices = [gpu.device for gpu in listed.records() if node is None or gpu.device.node == node]
     span = period.window(min(points, MAX_ANSWER_POINTS // max(1, len(devices) * len(asked))))
-    copied = daemon.recorder.history.copy([device.uuid for device in devices], span)
+    parts = [devices[at : at + AT_ONCE] for at in range(0, len(devices), AT_ONCE)]
+    copied: dict[str, Copied] = {}
+    for part in parts:
+        copied |= daemon.recorder.history.copy([device.uuid for device in part], span)
+        await asyncio.sleep(0)  # that of 10,000 GPUs takes 0.1 s
 
     def answer() -> bytes:
         gpus: list[GpuMeans] = []
-        for some in (devices[at : at + AT_ONCE] for at in range(0, len(devices), AT_ONCE)):
-            blocks = read_blocks(daemon.store, [device.uuid for device in some], span, copied)
-            gpus += (_means(device, span, blocks[device.uuid], asked) for device in some)
+        for part in parts:
+            blocks = read_blocks(daemon.store, [device.uuid for device in part], span, copied)
+            gpus += (_means(device, span, blocks[device.uuid], asked) for device in part)
         return FLEET_JSON.dump_json(FleetHistory(**period.bounds(span), gpus=tuple(gpus)))  # type: ignore[arg-type]
 
     return Response(await asyncio.to_thread(answer), media_type="application/json")

@@ -29,15 +29,8 @@ router = new_router("/v1/gpus", "gpus")
 GPU_JSON: TypeAdapter[object] = TypeAdapter(Gpu)
 
 
-def with_last_use(daemon: DaemonState, gpus: list[Gpu]) -> list[Gpu]:
-    """The GPUs, the leased ones with when they were busy and since when they do what they do, which the ledger does not
-    know."""
-    add = last_use(daemon)
-    return [add(gpu) for gpu in gpus]
-
-
 def last_use(daemon: DaemonState) -> Callable[[Gpu], Gpu]:
-    """What completes a GPU as `with_last_use` does, by what is known at this moment."""
+    """What adds to a leased GPU when it was busy, and since when it does what it does: the ledger does not know it."""
     now = daemon.now()
     usage = daemon.writer.metrics.usage
     idle_s = usage.idle_s(now.mono_s)
@@ -84,7 +77,7 @@ async def show_gpu(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
     record = daemon.ledger.gpus.get(canonical_uuid(uuid))
     if record is None:
         raise NotFound(f"There is no GPU {uuid}.", remedy="`GET /v1/gpus` lists all GPUs.")
-    (view,) = with_last_use(daemon, [gpu_view(daemon.ledger, record, daemon.now(), daemon.policy)])
+    view = last_use(daemon)(gpu_view(daemon.ledger, record, daemon.now(), daemon.policy))
     return redact_for_job(caller, redact_gpu(caller, view, daemon.access))
 
 
