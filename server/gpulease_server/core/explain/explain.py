@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from gpulease_protocol.explanation import Explanation
+from collections.abc import Mapping
+from typing import Any
+
+from gpulease_protocol.explanation import Explanation, Obstacle
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import LeaseState
+from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core import dependencies
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import array_at_limit
@@ -22,7 +25,7 @@ from gpulease_server.core.order import position as place_in_queue
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import NeedsReading, min_gpus, mismatch
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.records import Instant, LeaseRecord
+from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
 from gpulease_server.core.reservation_view import reservations_before
 from gpulease_server.core.user_order import UserOrder
 from gpulease_server.core.wording import describe_demand, describe_gpus, describe_places
@@ -63,26 +66,16 @@ def explain(
     placed = place(ledger, lease.demand, reserved_for_older, now, policy, most_gpus=gpus_left, closed=closed)
     unread = {gpu.device.uuid for gpu in placed.gpus} if isinstance(placed, NeedsReading) else set()
     listed = listed_gpus(ledger, lease.demand)
-    each = (obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy) for gpu in listed.values())
-    found = {item.uuid: item for item in each if item is not None}
-    reserved = calendar_obstacles(reservations.users, lease, ledger, closed & listed.keys(), found)
-    found |= limit_obstacles(ledger, lease, gpus_left, listed) | reserved
-    unlisted = len(ledger.gpus) - len(listed)
+    found = _in_the_way(reservations, lease, listed, reserved_for_older, unread)
     obstacles = tuple(sorted(found.values(), key=lambda item: (item.node, item.index)))
     nodes = node_readiness(ledger, lease.demand, reserved_for_older, unread, now, policy, closed)
+    of_gpus: dict[str, Any] = {"obstacles": obstacles, "unlisted_gpus": len(ledger.gpus) - len(listed), "nodes": nodes}
     position = place_in_queue(ledger, record) if stays_queued else None
     usage = recent_usage(ledger, record, now, policy) if stays_queued else ()
     queued, asked = describe_place(ledger, record, usage) if stays_queued else "", describe_demand(lease.demand)
     if is_never(ledger, lease.demand):
         sentence = f"Never: asked for {asked}. {why_never(ledger, lease.demand)} {describe_nodes(ledger)}"
-        return Explanation(
-            verdict="never",
-            sentence=sentence,
-            position=position,
-            obstacles=obstacles,
-            unlisted_gpus=unlisted,
-            nodes=nodes,
-        )
+        return Explanation(verdict="never", sentence=sentence, position=position, **of_gpus)
     # Asks the GPU, not `item.code`: `too_little_memory` may be for now or for good.
     in_the_way = [item.sentence for item in obstacles if mismatch(lease.demand, ledger.gpus[item.uuid]) is None]
     unconnected = describe_unconnected(ledger, lease.demand, listed.keys() - found.keys())
@@ -104,10 +97,23 @@ def explain(
         preempts=preempts,
         recent_usage=usage,
         behind=tuple(dict.fromkeys(item.lease_id for item in obstacles if item.code == "claimed" and item.lease_id)),
-        obstacles=obstacles,
-        unlisted_gpus=unlisted,
-        nodes=nodes,
+        **of_gpus,
     )
+
+
+def _in_the_way(
+    reservations: Reservations,
+    lease: Lease,
+    listed: Mapping[str, GpuRecord],
+    reserved_for_older: dict[str, str],
+    unread: set[str],
+) -> dict[str, Obstacle]:
+    """By UUID, why those of the listed GPUs that cannot be granted to a request are not."""
+    ledger, now, policy, users = reservations.ledger, reservations.now, reservations.policy, reservations.users
+    each = (obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy) for gpu in listed.values())
+    found = {item.uuid: item for item in each if item is not None}
+    reserved = calendar_obstacles(users, lease, ledger, users.closed_to(lease) & listed.keys(), found)
+    return found | limit_obstacles(ledger, lease, users.gpus_left(lease), listed) | reserved
 
 
 def _granted(ledger: Ledger, record: LeaseRecord, policy: Policy) -> Explanation:
