@@ -79,7 +79,7 @@ class InvalidRequest(GpuleaseError, ValueError):
 
 
 class TooLarge(InvalidRequest):
-    """The body is over 1 MiB, or 4 MiB for a job, or has over 16,384 commas. Send less."""
+    """The body is over 1 MiB, or 4 MiB for a job or the report of a node, or has over 16,384 commas. Send less."""
 
     code, status, title = "too_large", 413, "Request too large"
 

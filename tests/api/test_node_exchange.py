@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from gpulease_protocol.codec import to_json
 from gpulease_protocol.host.process_id import realm
+from gpulease_protocol.model import Process
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import NodeObservation, NodeRecord
@@ -97,6 +100,17 @@ def test_a_node_shows_the_address_that_its_worker_reports_and_none_that_is_not_o
 
 
 NOT_NAMES = ("", " ", "..", "GPU-a/b", "GPU-a,GPU-b", "GPU-a b", "gpu-aa", "GPU-AA", "GPU-\n", "GPU-" + "a" * 93)
+
+
+def test_a_report_names_all_processes_that_a_large_job_has_left(running: DaemonProcess) -> None:
+    """600 of them, each with the files of 8 GPUs open: the workers of data loaders, of which the parents are gone."""
+    command = "python train.py " + "x" * 200
+    left = [to_json(Process(pid=1000 + number, user="ada", command=command)) for number in range(600)]
+    gpus = [{"uuid": f"{UUID[:-1]}{index}", "node": "n", "index": index, "opened_by": left} for index in range(8)]
+    assert len(json.dumps(gpus)) > 2**20
+    assert json.dumps(gpus).count(",") > 16384
+    Worker(running).report(ticket=None, gpus=gpus)
+    assert len(running.get("/v1/gpus").json["items"]) == 8
 
 
 def test_a_gpu_with_an_invalid_uuid_is_refused(running: DaemonProcess) -> None:

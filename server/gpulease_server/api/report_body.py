@@ -31,7 +31,7 @@ import msgspec
 from pydantic import ValidationError
 
 from gpulease_protocol.node_protocol import JobReport, NodeReport, attempt_name
-from gpulease_server.api.request_body import JsonBody
+from gpulease_server.api.request_body import MAX_LONG_BYTES, JsonBody
 
 COMPUTE_MODE_UNKNOWN = "compute_mode_unknown"
 DECODER = msgspec.json.Decoder(NodeReport)
@@ -43,7 +43,10 @@ log = logging.getLogger(__name__)
 
 
 class ReportBody(JsonBody[NodeReport]):
-    """As `JsonBody`, but carries words of a newer worker."""
+    """As `JsonBody`, but carries words of a newer worker, and as many parts as go into its bytes: only a worker sends
+    it, and a job of 300 processes that are left on 8 GPUs, each with the files of all of them open, has 20,000."""
+
+    max_commas = MAX_LONG_BYTES
 
     def __init__(self) -> None:
         super().__init__(NodeReport)

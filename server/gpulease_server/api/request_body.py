@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_BODY_BYTES = 2**20
-MAX_JOB_BYTES = 4 * 2**20
-"""For a job: its environment may have 1 MiB, and more when encoded as JSON."""
-JOB_PATHS = ("/v1/jobs", "/v1/jobs/explain")
+MAX_LONG_BYTES = 4 * 2**20
+"""For a job: its environment may have 1 MiB, and more when encoded as JSON. And for the report of a node, which names
+each process that an ended lease has left on a GPU."""
+LONG_PATH = re.compile(r"/v1/jobs(/explain)?|/v1/nodes/[^/]+/exchange")
 MAX_DISCARDED_BYTES = 16 * 2**20
 """How much of a body that is too large is read and discarded before the connection is closed."""
 GZIP = b"\x1f\x8b"
@@ -62,6 +64,8 @@ T = TypeVar("T")
 class JsonBody(Generic[T]):
     """A dependency that reads a body of one type. `empty` is what an empty body means; None: a body is required."""
 
+    max_commas = MAX_COMMAS
+
     def __init__(self, kind: type[T], empty: T | None = None) -> None:
         self.kind = kind
         self.empty = empty
@@ -76,8 +80,9 @@ class JsonBody(Generic[T]):
         """The body that this is. Raises `NotJson`, `TooLarge` or `InvalidRequest`, which names the field."""
         if not raw and self.empty is not None:
             return self.empty
-        if len(raw) > MAX_COMMAS and raw.count(b",") > MAX_COMMAS:
-            raise TooLarge(f"The body has over {MAX_COMMAS} commas.", remedy="Put a list of so many parts into a file.")
+        if len(raw) > self.max_commas and raw.count(b",") > self.max_commas:
+            detail = f"The body has over {self.max_commas} commas."
+            raise TooLarge(detail, remedy="Put a list of so many parts into a file.")
         try:
             body = self.parse(raw)
         except ValidationError as error:
@@ -147,12 +152,12 @@ def require_storable(value: Any, place: str = "") -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises `TooLarge` if it exceeds 1 MiB, for a job 4 MiB.
+    """The whole body. Raises `TooLarge` if it exceeds 1 MiB, for a job or a report 4 MiB.
 
     A body that is too large is read and discarded, up to `MAX_DISCARDED_BYTES`: a client that is disconnected while it
     sends never sees the error.
     """
-    limit = MAX_JOB_BYTES if request.url.path in JOB_PATHS else MAX_BODY_BYTES
+    limit = MAX_LONG_BYTES if LONG_PATH.fullmatch(request.url.path) else MAX_BODY_BYTES
     cached: bytes | None = getattr(request.state, "body", None)
     if cached is not None:
         return cached
