@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
@@ -369,6 +370,47 @@ def test_a_job_with_an_unreadable_record_is_given_up_without_a_supervisor(
             assert left.wait(30) == -signal.SIGKILL
         assert report.reason is not None
         assert "start.json cannot be read" in report.reason
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("gone", ["j", "."], ids=["the job's directory", "all jobs"])
+def test_a_job_of_which_the_directory_is_gone_ends_with_its_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    monkeypatch.setattr(supervisor_watch, "UNREADABLE_S", 60.0 if gone == "j" else 0.1)
+
+    async def story(worker: Worker) -> None:
+        job = noting(tmp_path / "starts")
+        await worker.until([job], RunState.RUNNING)
+        shutil.rmtree(tmp_path / "jobs" / gone)
+        kill(until(lambda: number_in(tmp_path / "starts"), "it is up"))
+        if gone == ".":
+            (supervisor,) = (job.start.supervisor for job in worker.jobs._jobs.values() if job.start)
+            kill(supervisor.pid)  # it would try for a minute: the file system may only be away
+        reason = (await worker.end_of(job)).reason or ""
+        assert ("was removed" if gone == "j" else "No such file or directory") in reason
+        assert not living(job.lease_id)
+        worker.jobs.reconcile([])
+        assert worker.jobs.reports() == ()
+
+    play(tmp_path, story)
+
+
+def test_a_job_of_a_dead_supervisor_ends_although_the_file_system_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_watch, "UNREADABLE_S", 0.0)
+
+    async def story(worker: Worker) -> None:
+        job = noting(tmp_path / "starts")
+        await worker.until([job], RunState.RUNNING)
+        start = job_records.read(tmp_path / "jobs" / "j", job_records.START, job_records.StartRecord)
+        assert start is not None
+        monkeypatch.setattr(job_records, "lock", failing(job_records.lock, lambda _: True, 10**6, errno.EROFS))
+        kill(start.supervisor.pid)
+        assert "Read-only file system" in ((await worker.end_of(job)).reason or "")
+        assert not living(job.lease_id)
 
     play(tmp_path, story)
 

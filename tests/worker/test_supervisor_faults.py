@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,17 @@ def test_the_exit_status_is_not_lost_while_the_disk_is_full(tmp_path: Path) -> N
     with supervising(directory, "supervisor.job_end.RETRY_S = 0.01" + full(job_records.EXIT, 5)) as supervisor:
         assert supervisor.wait(60) == 0
     assert end_of(directory).exit_code == 7
+
+
+def test_a_supervisor_ends_with_its_job_where_the_directory_was_removed(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    job = order("j", spec("sh", "-c", f"until test -e {go}; do sleep 0.01; done"))
+    directory = furnished(tmp_path / "j", job)
+    with supervising(directory) as supervisor:
+        until(start_of(directory), "the launcher is up")
+        shutil.rmtree(directory)
+        go.touch()
+        assert supervisor.wait(30) == 0
 
 
 def test_a_record_is_written_into_its_reserved_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,8 @@ def of_never_launched(reason: str, fence: Fence, part: GangPart | None, *, stopp
 def write(
     directory: Path, end: job_records.ExitRecord, sleep: Callable[[float], object], log_error: Callable[[str], object]
 ) -> None:
-    """Write the record of the end. Raises OSError when that has failed for DEADLINE_S."""
+    """Write the record of the end, unless its directory was removed. Raises OSError when that has failed for
+    DEADLINE_S."""
     end = replace(end, reason=failure_cause.reportable(end.reason))
     give_up_s = time.monotonic() + DEADLINE_S
     while True:
@@ -87,6 +88,8 @@ def write(
             job_records.write(directory, job_records.EXIT, end)
         except OSError as error:
             log_error(f"the end could not be recorded: {error}")
+            if job_records.is_removed(directory):
+                return  # no one could read it there
             if time.monotonic() > give_up_s:
                 raise
             sleep(RETRY_S)

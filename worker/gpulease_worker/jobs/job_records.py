@@ -203,6 +203,11 @@ def sync(directory: Path) -> None:
         os.close(descriptor)
 
 
+def is_removed(directory: Path) -> bool:
+    """True where someone has removed a job's directory, rather than that its file system is away."""
+    return directory.parent.is_dir() and not directory.exists()
+
+
 def now() -> datetime:
     """The wall clock, in UTC."""
     return datetime.now(UTC)

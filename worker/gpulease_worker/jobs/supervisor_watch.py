@@ -116,17 +116,18 @@ class SupervisorWatcher:
 
     def _find(self, job: LocalJob) -> bool:
         try:
-            return self._examine(job)
+            never_started = self._examine(job)
         except (OSError, ValueError) as error:
             job.release_lock()
             self._retry_or_give_up(job, error)
             return False
+        job.unreadable_since_s = None
+        return never_started
 
     def _examine(self, job: LocalJob) -> bool:
         with suppress(ValueError):  # it is read again before it is needed
             job.read_lease()
         job.read()
-        job.unreadable_since_s = None
         if job.exit is None and not self._watch_supervisor(job):
             job.lock = job_records.lock(job.directory)
             if job.lock is None:
@@ -141,7 +142,11 @@ class SupervisorWatcher:
         return False
 
     def _retry_or_give_up(self, job: LocalJob, error: Exception) -> None:
-        """Give a job with unreadable records up, but only when that has lasted long and no supervisor is alive."""
+        """Give a job with unreadable records up, but only when that has lasted long and no supervisor is alive; and at
+        once where its directory was removed."""
+        if job_records.is_removed(job.directory):
+            self._clean(job, f"The job's directory {job.directory} was removed, and with it the record of its end")
+            return
         job.log_error(f"its state is unknown: {error}")
         now = time.monotonic()
         if job.unreadable_since_s is None:
@@ -155,8 +160,9 @@ class SupervisorWatcher:
         except FileNotFoundError:
             pass  # a directory that was removed has no lock
         except OSError:
-            return
-        self._clean(job, f"The job's records cannot be read ({error}) and it has no supervisor")
+            if job.start is None or job.start.supervised():
+                return  # otherwise no other supervisor launches it
+        self._clean(job, f"The job's records cannot be used ({error}) and it has no supervisor")
 
     async def _search(self, job: LocalJob) -> None:
         """Search until it is known which process has the job, or that it never started."""
