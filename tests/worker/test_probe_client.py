@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from gpulease_worker.probe.probe_client import ProbeClient
 from gpulease_worker.probe.probe_protocol import Pace, Reading
 from gpulease_worker.processes import procfs
 from gpulease_worker.settings import WorkerSettings
-from tests.worker.build import GPUS, until
+from tests.worker.build import GPUS, python, until
 
 DEADLINE_S = 2.0
 
@@ -97,6 +98,15 @@ def test_a_probe_that_dies_is_replaced_at_most_once_a_second(tmp_path: Path) -> 
             await probe.close()
 
     asyncio.run(story())
+
+
+def test_a_probe_ends_without_a_word_where_its_worker_has_died_before_it_is_ready() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = python("-m", "gpulease_worker.probe.main", "{}", "n", "1")
+    with open(writing, "wb") as answers:
+        ended = subprocess.run(words, input=b"", stdout=answers, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_a_driver_that_hangs_tells_the_probe_which_call_it_was(tmp_path: Path) -> None:

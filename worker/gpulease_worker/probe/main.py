@@ -71,7 +71,7 @@ def open_reader(node: str, simulate: str | None, setup: ProbeSetup) -> GpuReader
 
 def serve(reader: GpuReader, requests: TextIO, answers: TextIO, call_deadline_s: float = 30.0) -> None:
     """Answer requests until stdin ends or the reader can never read again."""
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    _write_line(answers, {"ready": True})
     busy = threading.Event()
     threading.Thread(target=_watch_driver_calls, args=(reader, answers, call_deadline_s, busy), daemon=True).start()
     known: opener_classifier.KnownProcesses = {}
@@ -113,9 +113,12 @@ def send(answers: TextIO, message: Reading | ComputeModeResult) -> None:
 
 
 def _write_line(answers: TextIO, message: object) -> None:
-    with _write_lock:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
+    try:
+        with _write_lock:
+            answers.write(json.dumps(message) + "\n")
+            answers.flush()
+    except BrokenPipeError:  # the worker has died
+        os._exit(0)
 
 
 def _watch_driver_calls(reader: GpuReader, answers: TextIO, call_deadline_s: float, busy: threading.Event) -> None:
