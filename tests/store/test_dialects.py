@@ -108,6 +108,7 @@ def test_a_password_with_special_characters_is_to_be_encoded() -> None:
         ("sqlite:////tmp/x.db", "database or disk is full", "free some space"),
         ("sqlite:////tmp/x.db", "database is locked", "Another program has locked it"),
         ("sqlite:////tmp/x.db", "unable to open database file", "Check the path"),
+        ("sqlite:////tmp/x.db", "disk I/O error", "a quota or `ulimit -f` is reached"),
         ("postgresql://h/d", 'password authentication failed for user "u"', "Check the user and the password"),
         ("postgresql://h/d", "fe_sendauth: no password supplied", "/etc/gpulease/environment"),
         ("postgresql://h/d", "permission denied for schema public", "OWNER TO"),

@@ -130,6 +130,8 @@ def unusable_error(url: str, error: BaseException) -> DatabaseUnusable:
             remedy = _FULL  # what SQLite calls an I/O error
         elif "unable to open" in message or "readonly" in message:
             remedy = _access_remedy(file) or remedy
+        elif dialects.IO_ERROR in message:
+            remedy = dialects.IO_REMEDY
     remedy = next((one for words, one in remedies.items() if words in message), remedy)
     return DatabaseUnusable(f"{redacted(url)} cannot be used: {message}.", remedy=remedy)
 

@@ -23,6 +23,9 @@ from gpulease_protocol.codec import to_json
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
 BUSY_S = 10
 """How long SQLite waits for another process's transaction."""
+IO_ERROR = "disk I/O error"
+"""SQLite's message for whatever the system refuses, but for a full disk."""
+IO_REMEDY = "See whether a quota or `ulimit -f` is reached, and dmesg for errors of the disk."
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 PAUSE_S = 0.01
 """Between two attempts at what SQLite does not wait for."""
@@ -222,9 +225,8 @@ def is_damaged(error: BaseException) -> bool:
 
 
 def failure(error: BaseException) -> str:
-    """As `error_message`; of a damaged file also what to do, because no other attempt will succeed."""
-    return (
-        f"{error_message(error)}; restore a backup, see docs/databases.md"
-        if is_damaged(error)
-        else error_message(error)
-    )
+    """As `error_message`; where the message does not say it, also what to do."""
+    message = error_message(error)
+    if is_damaged(error):  # no other attempt will succeed
+        return f"{message}; restore a backup, see docs/databases.md"
+    return f"{message}. {IO_REMEDY}" if IO_ERROR in message else message
