@@ -15,7 +15,7 @@ from typing import cast
 
 import psycopg
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, IntegrityError, OperationalError
 
 from gpulease_protocol.model import Event
@@ -379,6 +379,27 @@ def test_a_server_that_was_restarted_is_used_again(own_server: PostgresServer) -
         store.write([], ledger)
     own_server.start()
     store.write([], store.load())
+    store.close()
+
+
+def test_a_file_that_could_not_be_written_for_a_while_is_written_again(sqlite_url: str) -> None:
+    file, store = database_file(sqlite_url), Store(sqlite_url)
+    assert file is not None
+    store.fence.take_over("only")
+    ledger, is_read_only = store.load(), True
+
+    def open_for_reading(*_: object) -> sqlite3.Connection | None:
+        """As SQLite does where the file cannot be opened for writing."""
+        return sqlite3.connect(f"file:{file}?mode=ro", uri=True) if is_read_only else None
+
+    with closing(sqlite3.connect(file)) as other:
+        other.execute("PRAGMA user_version").fetchall()  # the log and its index are there
+        store.engine.dispose()
+        event.listen(store.engine, "do_connect", open_for_reading)
+        with pytest.raises(StoreFailed, match="readonly"):
+            store.write([], ledger)
+        is_read_only = False
+        store.write([], store.load())
     store.close()
 
 

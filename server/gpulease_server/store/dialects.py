@@ -8,6 +8,7 @@ middle of a transaction does not keep its row locks; `psycopg_timeout` at the cl
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import msgspec
-from sqlalchemy import URL, ColumnElement, Connection, Engine, create_engine, event, func
+from sqlalchemy import URL, ColumnElement, Connection, Engine, ExceptionContext, create_engine, event, func
 from sqlalchemy.exc import DBAPIError
 
 from gpulease_protocol.codec import to_json
@@ -69,6 +70,7 @@ def engine(url: URL, **options: Any) -> Engine:
     if url.get_backend_name() == SQLITE:
         made = create_engine(url, connect_args={"timeout": BUSY_S}, **options)
         event.listen(made, "connect", _prepare_sqlite)
+        event.listen(made, "handle_error", _give_up_read_only)
         return made
     usual = {"connect_timeout": CONNECT_S, "application_name": "gpulease", "client_encoding": "utf8", **KEEPALIVE}
     arguments = {name: value for name, value in usual.items() if name not in url.query}
@@ -85,6 +87,14 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
+
+
+def _give_up_read_only(context: ExceptionContext) -> None:
+    """SQLite opens a file that cannot be written for reading only, and the connection stays so when it can be written
+    again: then the next one is new. Not before: each keeps a descriptor for as long as others are open."""
+    is_read_only = getattr(context.original_exception, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY
+    if is_read_only and context.engine is not None and os.access(str(context.engine.url.database), os.W_OK):
+        context.is_disconnect = True
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
