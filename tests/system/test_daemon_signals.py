@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.daemon import DaemonProcess, daemon
+from tests.daemon import DaemonProcess, daemon, eventually
 
 EARLY = """
 import os, signal, sys, uvicorn
@@ -44,6 +47,21 @@ def test_it_ends_in_good_order_when_its_terminal_is_closed(tmp_path: Path) -> No
         running.process.send_signal(signal.SIGHUP)
         assert running.process.wait(60) == 0, running.story()
         assert "gpulease has stopped" in running.story()
+
+
+@pytest.mark.slow
+def test_a_request_of_which_the_commit_hangs_while_it_ends_is_told_that_it_may_be_recorded(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--simulate", "1") as running, ThreadPoolExecutor(1) as pool:
+        assert running.process is not None
+        with closing(sqlite3.connect(running.data_dir / "gpulease.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            asking = pool.submit(running.call, "POST", "/v1/leases", {})
+            eventually(lambda: b"\ngpulease_commit_pending_seconds 0.0\n" not in running.get("/metrics").content, 30)
+            running.process.send_signal(signal.SIGTERM)
+            answer = asking.result(60)
+            assert (answer.status, answer.json["outcome"]) == (503, "unknown"), running.story()
+            other.execute("ROLLBACK")
+        assert running.process.wait(60) == 0, running.story()
 
 
 def test_under_nohup_it_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> None:

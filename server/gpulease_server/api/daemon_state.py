@@ -9,6 +9,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from gpulease_protocol.errors import Unavailable
 from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.joining import Authority
 from gpulease_protocol.lazy_dataclass import dataclass
@@ -30,7 +31,7 @@ from gpulease_server.runtime.group_members import GroupMembers
 from gpulease_server.runtime.leadership.status import LeadershipStatus
 from gpulease_server.runtime.log_relay import LogRelay
 from gpulease_server.runtime.reading_age import DesiredStateTickets
-from gpulease_server.runtime.writer import Writer
+from gpulease_server.runtime.writer import MAY_BE_DONE, Writer
 from gpulease_server.store.ledger_store import Store
 
 START_A_WORKER = "Start one on each host with GPUs: gpulease worker --url URL."
@@ -100,10 +101,17 @@ class DaemonState:
 
     async def submit(self, happening: Happening) -> Answer:
         """The answer to a happening, as `Writer.submit`; the caller's other requests go on meanwhile."""
-        if fair_share.TURN.get() is None:
-            return await self.writer.submit(happening)
-        async with fair_share.waiting_for_writer():
-            return await self.writer.submit(happening)
+        try:
+            if fair_share.TURN.get() is None:
+                return await self.writer.submit(happening)
+            async with fair_share.waiting_for_writer():
+                return await self.writer.submit(happening)
+        except asyncio.CancelledError:
+            if not self.stopping.is_set():
+                raise
+            # The database does not answer while the daemon stops, and uvicorn waits no longer.
+            unknown = {"outcome": "unknown"}
+            raise Unavailable("The daemon stops.", remedy=MAY_BE_DONE, extra=unknown) from None
 
     async def wait_for(self, topic: str, timeout_s: float, interrupts: list[Callable[[], None]] | None = None) -> None:
         """Wait until this topic was woken, at most so long; the caller's other requests go on meanwhile.

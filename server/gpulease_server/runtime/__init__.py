@@ -57,7 +57,7 @@ What each failure does
 | a bug in a turn while the database is away | 503 `outcome: unknown` | outage, until it can be loaded |
 | a bug after the commit | their answers | loaded again; nothing is decided twice |
 | stopped during a commit | the outcome of the commit; the others 503 | the commit is finished first |
-| stopped during a commit that hangs | nothing, or the outcome if it is done in time | the process ends after 30 s |
+| stopped during a commit that hangs | the outcome if in time, else 503 or nothing | the process ends after 30 s |
 | SIGKILL in an outage | nothing; they ask again | a restart: a full `ttl_s`, renewed or not |
 | `MAX_QUEUED` requests are queued | 503 | a waiter's sign of life is dropped |
 | SIGSTOP and SIGCONT | late answers | the next tick gives every holder that time back |
