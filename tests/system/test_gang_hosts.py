@@ -116,9 +116,13 @@ def test_four_ranks_on_two_hosts_train(hosts: tuple[Fleet, dict[str, Host]], lau
         (
             "rank",
             "pkill -KILL -o -f '^[^ ]*python[^ ]* -u .*rank.py'",
-            "On node {}: Rank 2 failed first: it was ended by SIGKILL.",
+            "On node {}: Rank 2 failed first: it was ended by SIGKILL (by the kernel if memory was short: see dmesg).",
         ),
-        ("launcher", "pkill -KILL -f '[-]m torch.distributed.run'", "On node {}: The command was ended by SIGKILL."),
+        (
+            "launcher",
+            "pkill -KILL -f '[-]m torch.distributed.run'",
+            "On node {}: The command was ended by SIGKILL (by the kernel if memory was short: see dmesg).",
+        ),
         ("supervisor", "kill -KILL {supervisor}", "On node {}: The job's supervisor died; its processes were killed."),
     ],
 )

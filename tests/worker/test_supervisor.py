@@ -65,7 +65,7 @@ def log_of(report: JobReport, name: str) -> str:
         ),
         ("exit 3", 3, "The command exited with code 3."),
         ("exit 200", 200, "The command exited with code 200."),
-        ("kill -KILL $$", 137, "The command was ended by SIGKILL."),
+        ("kill -KILL $$", 137, "The command was ended by SIGKILL (by the kernel if memory was short: see dmesg)."),
         (
             "ulimit -f 1; while echo more; do :; done; kill -XFSZ $$",
             153,

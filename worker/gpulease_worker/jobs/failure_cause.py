@@ -47,8 +47,9 @@ LOST_PEER = re.compile(
 LIMITS = {
     signal.SIGXFSZ: " (a file that it wrote, or its log, reached `ulimit -f`)",
     signal.SIGXCPU: " (it reached `ulimit -t`)",
+    signal.SIGKILL: " (by the kernel if memory was short: see dmesg)",
 }
-"""Resource limits that end a program: a job has those of the shell that submitted it."""
+"""Limits that end a program, by signal. A job has the resource limits of the shell that submitted it."""
 FABRIC = " CUDA did not start (error 802): the node's fabric manager is not running, or has not finished starting."
 """What that means; appended to the reason."""
 
