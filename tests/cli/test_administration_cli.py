@@ -117,6 +117,7 @@ def test_doctor_says_what_to_do_about_a_node_that_is_silent_or_paused(tmp_path: 
     assert "gpulease doctor" in silent["workers"]["remedy"]
     assert "gpulease node resume box" in paused["workers"]["sentence"]
     assert silent["daemon"]["sentence"] == paused["daemon"]["sentence"] == "It answers."
+    assert "wrong" not in (silent["driver"]["health"], paused["driver"]["health"])  # its GPUs are simulated
 
 
 def test_a_list_of_nothing_is_a_sentence_and_no_heads_of_a_table(tmp_path: Path) -> None:

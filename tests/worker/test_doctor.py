@@ -219,7 +219,7 @@ def test_what_should_be_known_but_prevents_nothing_is_a_warning(
         ({"cuda": None, "cuda_problem": "libcuda.so.1: no such file", "cuda_absent": True}, "CUDA"),
         ({"gpus": (), "cuda": None}, "CUDA"),
         ({"library": None}, "driver library"),
-        ({"kernel_driver": None, "daemon_has_readings": True}, "driver"),
+        ({"kernel_driver": None, "daemon_has_gpus": True}, "driver"),
         ({"kernel_driver": None, "nvml_problem": "NVML Shared Library Not Found"}, "NVML"),
         ({"persistence": None}, "persistence mode"),
         ({"gpus": ()}, "compute mode"),
@@ -241,9 +241,9 @@ def test_what_cannot_be_told_is_neither_fine_nor_wrong(what: dict[str, Any], che
 
 def test_nothing_is_wrong_on_a_host_without_gpus_whose_daemon_simulates_them() -> None:
     without = {"kernel_driver": None, "library": None, "nvml_problem": "NVML Shared Library Not Found", "gpus": ()}
-    simulating = replace(WELL, **without, persistence=None, daemon_has_readings=True)
+    simulating = replace(WELL, **without, persistence=None, daemon_has_gpus=True)
     assert Outcome.WRONG not in {finding.health for finding in examine(simulating)}
-    idle = replace(simulating, daemon_has_readings=False, daemon_problem="No daemon answers.")
+    idle = replace(simulating, daemon_has_gpus=False, daemon_problem="No daemon answers.")
     assert [finding.check for finding in examine(idle) if finding.health is Outcome.WRONG] == ["driver", "daemon"]
 
 

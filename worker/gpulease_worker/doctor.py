@@ -50,7 +50,7 @@ def driver(facts: HostFacts) -> Finding:
         return unknown(
             "driver", "NVML answers although /proc does not show the driver, as under WSL and in some containers."
         )
-    if facts.kernel_driver is None and facts.daemon_has_readings:
+    if facts.kernel_driver is None and facts.daemon_has_gpus:
         return unknown("driver", "No NVIDIA driver is loaded; the daemon's GPUs are simulated or on other hosts.")
     if facts.kernel_driver is None:
         return wrong(

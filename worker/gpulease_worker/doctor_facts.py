@@ -32,7 +32,7 @@ from gpulease_protocol.host.addresses import (
 )
 from gpulease_protocol.host.server_owner import may_be_daemon, user_name
 from gpulease_protocol.host.tcp_socket_owner import owner_of_listener
-from gpulease_protocol.model import NodeState
+from gpulease_protocol.model import Node, NodeState
 from gpulease_worker import doctor_joined, gpu_claims
 from gpulease_worker.doctor_findings import Certificate, HostFacts
 from gpulease_worker.doctor_service import UNITS
@@ -171,6 +171,7 @@ def _daemon(joined: Mapping[str, str]) -> dict[str, Any]:
             if joined:  # the worker's token shows no nodes
                 return facts
             facts["nodes"] = client.nodes()
+            facts["daemon_has_gpus"] = any(node.gpu_count and _without_driver_here(node) for node in facts["nodes"])
             ready = client.ready()
     except GpuleaseError as error:
         if "writer" in error.extra:
@@ -181,8 +182,12 @@ def _daemon(joined: Mapping[str, str]) -> dict[str, Any]:
         remedy = "See its log, and that of its worker." if isinstance(error, Unavailable) else error.remedy
         facts |= {"nodes": None, "daemon_problem": error.detail}
         return facts | {"daemon_remedy": remedy or "Start one with gpulease serve, or set GPULEASE_URL."}
-    readings = any(node.state is NodeState.READY and node.gpu_count for node in facts["nodes"])
-    return facts | {"without_worker": ready.get("detail"), "daemon_has_readings": readings}
+    return facts | {"without_worker": ready.get("detail")}
+
+
+def _without_driver_here(node: Node) -> bool:
+    """Whether its GPUs may be there although this host has no driver: also while it is silent or paused."""
+    return node.simulated or node.host != socket.gethostname() or node.state is NodeState.READY
 
 
 def daemon_data_dir() -> Path:

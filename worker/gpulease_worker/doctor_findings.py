@@ -118,8 +118,9 @@ class HostFacts:
     """Why the daemon cannot be reached or cannot grant; None if it can."""
     daemon_remedy: str = ""
     """What to do about that."""
-    daemon_has_readings: bool = False
-    """Whether the daemon has readings of any GPUs: of this host, of others, or simulated."""
+    daemon_has_gpus: bool = False
+    """Whether the daemon knows GPUs that need no driver here: simulated ones, those of other hosts, or those that it
+    has readings of."""
     daemon_version: str | None = None
     """Version of the daemon; None where it is not known."""
     program_version: str = ""
