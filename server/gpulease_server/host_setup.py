@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 
 from gpulease.client import Client
@@ -224,13 +224,22 @@ def planned(host: Host, config: str, units: Mapping[str, str], places: Places = 
         steps.append(Run(("systemctl", "daemon-reload")))
     if host.daemon is not None and "gpulease.service" not in host.active:
         raise _other_daemon(host.daemon)
-    outdated = {program.service for program in host.outdated}
-    again = [unit for unit in UNITS if unit in host.active and (unit in changed or unit in outdated)]
-    if again:
-        steps.append(Run(("systemctl", "restart", *again)))
+    steps += _restarts(host, changed)
     if not host.enabled & host.active >= {*UNITS}:
         steps.append(Run(("systemctl", "enable", "--now", *UNITS)))
     return Plan(tuple(steps), ("`gpulease status` shows the GPUs, `gpulease doctor` what is wrong.", *_for_users(host)))
+
+
+def _restarts(host: Host, changed: Sequence[str]) -> list[Step]:
+    """Restarts of units that are older and run. systemd starts a socket unit with its daemon, and not beside it."""
+    outdated = {program.service for program in host.outdated}
+    again = [unit for unit in UNITS if unit in host.active and (unit in changed or unit in outdated)]
+    socket, daemon, _ = UNITS
+    if daemon not in host.active or (socket in host.active and socket not in again):
+        return [Run(("systemctl", "restart", *again))] if again else []
+    stop = [Run(("systemctl", "stop", socket))] if socket in again else []
+    again = [unit for unit in UNITS if unit == daemon or (unit in again and unit != socket)]
+    return [*stop, Run(("systemctl", "restart", *again))]
 
 
 def removal(host: Host, *, purge: bool, places: Places = Places()) -> Plan:
@@ -349,7 +358,7 @@ def examine(places: Places = Places()) -> Host:
     has_systemd = systemd.runs()
     other = other_daemons.first_of(other_daemons.usual_addresses())
     running = running_programs.of_installation(Path(sys.prefix), places.data, SERVICES)
-    installed_at_s = _installed_at_s()
+    installed_at_s = running_programs.installed_at_s()
     return Host(
         program=program,
         closed=next(
@@ -439,9 +448,3 @@ def _systemctl(*words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _installed_at_s() -> float:
-    """When this version was installed, seconds since 1970; 0 where that is not recorded."""
-    record = next((file for file in metadata.files("gpulease") or () if file.name == "RECORD"), None)
-    return 0.0 if record is None else Path(str(record.locate())).stat().st_mtime

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from gpulease_protocol.host.process_id import stat
@@ -113,3 +114,9 @@ def _program(proc: Path, pid: int, kind: str, name: str, services: Sequence[str]
         next((service for service in services if f"/{service}" in cgroup), ""),
         booted_at_s + status.start_ticks / os.sysconf("SC_CLK_TCK"),
     )
+
+
+def installed_at_s() -> float:
+    """When this version was installed, seconds since 1970; 0 where that is not recorded."""
+    record = next((file for file in metadata.files("gpulease") or () if file.name == "RECORD"), None)
+    return 0.0 if record is None else Path(str(record.locate())).stat().st_mtime

@@ -84,6 +84,20 @@ def test_a_newer_version_replaces_its_units_and_restarts_what_runs() -> None:
     ]
 
 
+def test_addresses_are_opened_only_while_the_daemon_does_not_run() -> None:
+    """systemd refuses to start a socket unit of a service that runs: `systemctl restart gpulease.socket` fails."""
+    older = READY.units | {"gpulease.socket": "[Unit]"}
+    replaced = "write /etc/systemd/system/gpulease.socket (another version is there)"
+    again = ["run systemctl stop gpulease.socket", "run systemctl restart gpulease.service"]
+    assert steps(replace(READY, units=older)) == [replaced, "run systemctl daemon-reload", *again]
+    upgraded = replace(READY, units=older, outdated=(DAEMON, WORKER))
+    assert steps(upgraded)[2:] == [again[0], f"{again[1]} gpulease-worker.service"]
+    enable = f"run systemctl enable --now {' '.join(UNITS)}"
+    assert steps(replace(READY, active=frozenset(UNITS) - {"gpulease.socket"})) == [again[1], enable]
+    alone = replace(READY, units=older, active=frozenset({"gpulease.socket"}), daemon=None)
+    assert steps(alone)[2:] == ["run systemctl restart gpulease.socket", enable]
+
+
 def test_a_worker_that_was_not_brought_along_is_started() -> None:
     without = frozenset(UNITS) - {"gpulease-worker.service"}
     assert steps(replace(READY, active=without)) == [

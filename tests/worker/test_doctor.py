@@ -155,6 +155,12 @@ def test_a_host_that_has_joined_a_daemon_elsewhere(joined: Joined, outcome: Outc
             "gpulease-worker.service does not run",
             "systemctl start gpulease-worker.service; journalctl -u gpulease-worker.service shows why",
         ),
+        (
+            {"units": dict.fromkeys(UNITS, (True, True)) | {"gpulease.socket": (True, False)}},
+            "units",
+            "gpulease.socket does not run",
+            "systemctl restart gpulease.service; journalctl -u gpulease.socket shows why",
+        ),
         ({"certificate": replace(CERTIFICATE, expires_s=1.8e9 - 3 * 86400)}, "certificate", "3 days ago", "Renew it"),
     ],
 )

@@ -7,8 +7,8 @@ from gpulease_worker.doctor_findings import Finding, HostFacts, fine, unknown, w
 
 MIN_FREE_BYTES = 2**30
 """Below this, the ledger and the logs of jobs soon fill the disk."""
-DAEMON_UNIT, WORKER_UNIT = "gpulease.service", "gpulease-worker.service"
-UNITS = (DAEMON_UNIT, "gpulease.socket", WORKER_UNIT)
+DAEMON_UNIT, SOCKET_UNIT, WORKER_UNIT = "gpulease.service", "gpulease.socket", "gpulease-worker.service"
+UNITS = (DAEMON_UNIT, SOCKET_UNIT, WORKER_UNIT)
 SOON_S = 14 * 86400.0
 """A certificate that expires within this time is mentioned."""
 
@@ -27,7 +27,10 @@ def units(facts: HostFacts) -> Finding:
         return wrong("units", f"{' and '.join(missing)} is not installed{without}.", do)
     stopped = [unit for unit in needed if not facts.units[unit][1]]
     if stopped:
-        start = f"systemctl start {' '.join(stopped)}; journalctl -u {stopped[0]} shows why"
+        # A socket unit does not start while its daemon runs; with the daemon it does, and the worker too.
+        again = SOCKET_UNIT in stopped and DAEMON_UNIT not in stopped
+        start = f"systemctl restart {DAEMON_UNIT}" if again else f"systemctl start {' '.join(stopped)}"
+        start = f"{start}; journalctl -u {stopped[0]} shows why"
         return wrong("units", f"{' and '.join(stopped)} does not run.", f"{start}.")
     later = [unit for unit in needed if not facts.units[unit][0]]
     if later:
