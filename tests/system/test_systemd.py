@@ -151,6 +151,13 @@ def test_the_daemon_brings_its_addresses_and_its_worker_along_and_a_missing_one_
     assert systemctl("is-enabled", "gpulease.service", *brought).split() == ["enabled"] * 3
 
 
+def test_systemd_never_gives_up_a_daemon_or_worker_that_cannot_start_yet() -> None:
+    """By default it does so after five starts within 10 s, as while the database is away."""
+    unit, pause_s = settings("gpulease.service", "Unit"), float(settings("gpulease.service")["RestartSec"])
+    assert float(unit["StartLimitIntervalSec"]) / pause_s <= int(unit["StartLimitBurst"])
+    assert settings("gpulease-worker.service", "Unit")["StartLimitIntervalSec"] == "0"
+
+
 def test_a_worker_starts_after_what_cuda_needs_and_needs_none_of_it() -> None:
     unit = settings("gpulease-worker.service", "Unit")
     assert {"nvidia-fabricmanager.service", "nvidia-persistenced.service"} <= {*unit["After"].split()}
