@@ -70,7 +70,9 @@ def test_a_node_with_a_problem_is_unknown_and_keeps_its_leases() -> None:
 
 def test_a_second_worker_for_one_node_is_refused_while_the_first_reports() -> None:
     world = World().node(gpus=1)
-    assert isinstance(world.report(worker="other"), NotAllowed)
+    refusal = world.report(worker="other")
+    assert isinstance(refusal, NotAllowed)
+    assert "After a restart this passes in seconds" in (refusal.remedy or "")
     world.pass_time(4, silent=("a",))
     assert world.report(worker="other") is None
 

@@ -60,7 +60,8 @@ def on_node_reported(turn: Turn, reported: NodeReported) -> None:
     before = turn.ledger.node_observations.get(name)
     if before is not None and before.worker_id != report.worker_id and not is_silent(before, turn.now, turn.policy):
         detail = f"Another worker ({before.worker_id}) reports for node {name}."
-        turn.answer(reported.cause, NotAllowed(detail, remedy="Stop one of them, or give this one another --node."))
+        remedy = "After a restart this passes in seconds. Otherwise stop one of them, or give this one another --node."
+        turn.answer(reported.cause, NotAllowed(detail, remedy=remedy))
         return
     if (unknown := _job_elsewhere(turn.ledger, name, report)) is not None:
         detail = f"Job {unknown.job_id} runs on node {name} under another data directory, and would be lost."
