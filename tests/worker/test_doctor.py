@@ -226,6 +226,8 @@ def test_what_should_be_known_but_prevents_nothing_is_a_warning(
         ({"gpus": (), "cuda": None}, "CUDA"),
         ({"library": None}, "driver library"),
         ({"kernel_driver": None, "daemon_has_gpus": True}, "driver"),
+        ({"binding": None, "daemon_has_gpus": True}, "pynvml"),
+        ({"binding": None, "nvml_problem": "nvidia-ml-py cannot be loaded"}, "NVML"),
         ({"kernel_driver": None, "nvml_problem": "NVML Shared Library Not Found"}, "NVML"),
         ({"persistence": None}, "persistence mode"),
         ({"gpus": ()}, "compute mode"),

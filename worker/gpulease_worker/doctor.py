@@ -78,6 +78,8 @@ cannot use CUDA."
 
 def binding(facts: HostFacts) -> Finding:
     """Is `pynvml` the module of nvidia-ml-py, not the old package of that name?"""
+    if facts.binding is None and facts.daemon_has_gpus:
+        return unknown("pynvml", "nvidia-ml-py is not installed beside this program; only a worker needs it.")
     if facts.binding is None:
         return wrong("pynvml", "nvidia-ml-py is not installed.", "pip install 'gpulease[worker]'")
     if facts.binding.endswith("__init__.py"):
@@ -90,6 +92,8 @@ def nvml(facts: HostFacts) -> Finding:
     """Does NVML answer?"""
     if facts.nvml_problem is not None and facts.kernel_driver is None:
         return unknown("NVML", "There is no driver to ask.")
+    if facts.nvml_problem is not None and facts.binding is None:
+        return unknown("NVML", "There is no nvidia-ml-py to ask it with.")
     if facts.nvml_problem is not None:
         return wrong("NVML", facts.nvml_problem, "See the checks above; nvidia-smi should list the GPUs.")
     conditions = {gpu.index: _health_and_warnings(gpu, facts) for gpu in facts.gpus}
