@@ -283,9 +283,9 @@ def apply(plan: Plan) -> Iterator[Step]:
 
 
 HOW_TO_INSTALL = (
-    "Install it with the system's Python in a place of its own, from a checkout: /usr/bin/python3 -m venv --clear"
-    " /opt/gpulease, then /opt/gpulease/bin/pip install -c constraints.txt '.[server]', then /opt/gpulease/bin/gpulease"
-    " setup. See docs/install.md."
+    "Install it with the system's Python in a place of its own, from a checkout: umask 022; /usr/bin/python3 -m venv"
+    " --clear /opt/gpulease, then /opt/gpulease/bin/pip install -c constraints.txt '.[server]', then"
+    " /opt/gpulease/bin/gpulease setup. See docs/install.md."
 )
 
 

@@ -346,6 +346,7 @@ def test_a_program_that_another_user_may_change_or_no_other_can_read_is_refused(
         program.parent.mkdir()
         program.touch()
         assert f"Other users cannot enter {directory}" in str(host_setup.unsafe(program))
+        assert "umask 022; /usr/bin/python3 -m venv" in host_setup.HOW_TO_INSTALL
         directory.chmod(0o755)
         assert host_setup.unsafe(program) is None
         os.chown(program.parent, 54321, 54321)
