@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.model import ComputeMode, GpuReading, Node, NodeMode, NodeState
-from gpulease_worker import doctor_facts
+from gpulease_worker import doctor_facts, doctor_joined
 from gpulease_worker.commands.doctor import on_terminal
 from gpulease_worker.doctor import CHECKS, examine, verdict
 from gpulease_worker.doctor_findings import Certificate, Finding, HostFacts, Joined, Outcome
@@ -100,6 +100,15 @@ def test_on_a_host_that_is_well_every_check_is_fine() -> None:
 def test_a_host_that_has_joined_a_daemon_elsewhere(joined: Joined, outcome: Outcome, said: str, remedy: str) -> None:
     units = {"gpulease-worker.service": (True, True)} if joined else WELL.units
     assert others_beside({"joined": joined, "units": units}, "node", outcome, said, remedy) == {Outcome.FINE}
+
+
+def test_a_user_who_may_not_read_what_the_host_has_joined_is_not_told_to_set_up_a_daemon(tmp_path: Path) -> None:
+    worker = {"gpulease-worker.service": (True, True)}
+    findings = found(replace(WELL, joined_hidden=True, units=worker))
+    assert (findings["node"].health, findings["units"].health) == (Outcome.UNKNOWN, Outcome.FINE)
+    assert not doctor_joined.is_hidden(tmp_path)
+    (tmp_path / "environment").touch()
+    assert not doctor_joined.is_hidden(tmp_path)
 
 
 @pytest.mark.parametrize(

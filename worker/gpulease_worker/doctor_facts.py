@@ -71,6 +71,7 @@ def gather(data_dir: Path, certificate: Path | None = None, deadline_s: float = 
     return HostFacts(
         **_daemon(environment),
         joined=doctor_joined.examine_joined(environment),
+        joined_hidden=doctor_joined.is_hidden(SYSTEM_DATA_DIR / "worker"),
         kernel_driver=kernel_driver(KERNEL_DRIVER),
         library=library_version(_library_places()),
         nvml_problem=reading.problem,

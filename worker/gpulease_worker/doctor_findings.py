@@ -135,6 +135,8 @@ class HostFacts:
     """The daemon's; None if it serves no TLS."""
     joined: Joined | None = None
     """The daemon elsewhere of which this host is a node; None if it has not joined one."""
+    joined_hidden: bool = False
+    """Whether it has joined one, and this user may not read which."""
     stands_by_for: str | None = None
     """The address of the writer, if the daemon is a standby."""
     data_dir: str = ""

@@ -13,7 +13,7 @@ from gpulease.sansio.failover import Destination
 from gpulease_protocol.errors import GpuleaseError, NotAuthenticated
 from gpulease_protocol.host import addresses, certificates, token_file, variables
 from gpulease_protocol.tokens import Role
-from gpulease_worker.doctor_findings import Finding, HostFacts, Joined, fine, warning, wrong
+from gpulease_worker.doctor_findings import Finding, HostFacts, Joined, fine, unknown, warning, wrong
 
 ANSWER_S = 5.0
 """How long the daemon may take to answer."""
@@ -28,6 +28,12 @@ def read_environment(directory: Path) -> dict[str, str]:
         return {name: " ".join(shlex.split(value)) for name, value in found.items()}
     except (OSError, ValueError):
         return {}
+
+
+def is_hidden(directory: Path) -> bool:
+    """Whether `node join` has written it down in this worker's directory, and this user may not read it."""
+    file = directory / "environment"
+    return os.path.exists(file) and not os.access(file, os.R_OK)
 
 
 def destination(environment: Mapping[str, str]) -> Destination:
@@ -60,6 +66,8 @@ def examine_joined(environment: Mapping[str, str]) -> Joined | None:
 def joined(facts: HostFacts) -> Finding:
     """Does the daemon that this host has joined take its worker, and is that the one that reports?"""
     found = facts.joined
+    if found is None and facts.joined_hidden:
+        return unknown("node", "This host has joined a daemon elsewhere; root's `gpulease doctor` says more.")
     if found is None:
         return fine("node", "This host has not joined a daemon elsewhere.")
     if found.problem is not None:

@@ -19,11 +19,12 @@ def units(facts: HostFacts) -> Finding:
         return unknown("units", "systemd does not run here.")
     if not facts.units:
         return unknown("units", "None of gpulease's is installed here: `gpulease setup` installs them.")
-    needed = UNITS if facts.joined is None else (WORKER_UNIT,)
+    is_node_alone = facts.joined is not None or facts.joined_hidden
+    needed = (WORKER_UNIT,) if is_node_alone else UNITS
     missing = [unit for unit in needed if unit not in facts.units]
     if missing:
         without = ": the daemon has no GPUs of this host" if WORKER_UNIT in missing else ""
-        do = "gpulease setup" if facts.joined is None else "Install it from deploy/systemd, see docs/many-hosts.md."
+        do = "Install it from deploy/systemd, see docs/many-hosts.md." if is_node_alone else "gpulease setup"
         return wrong("units", f"{' and '.join(missing)} is not installed{without}.", do)
     stopped = [unit for unit in needed if not facts.units[unit][1]]
     if stopped:
@@ -36,7 +37,7 @@ def units(facts: HostFacts) -> Finding:
     if later:
         sentence = f"{' and '.join(later)} does not start with the host."
         return warning("units", sentence, f"systemctl enable {' '.join(later)}")
-    who = "Daemon and worker run, and start" if facts.joined is None else "The worker runs, and starts"
+    who = "The worker runs, and starts" if is_node_alone else "Daemon and worker run, and start"
     return fine("units", f"{who} with the host.")
 
 
