@@ -241,6 +241,11 @@ def test_a_default_client_goes_to_the_port_only_on_a_host_without_the_systems_di
     monkeypatch.setenv("XDG_DATA_HOME", environ["XDG_DATA_HOME"])
     with Client() as client, pytest.raises(DaemonUnavailable, match=f"{addresses.DEFAULT_URL} was not tried"):
         client.gpus()
+    (system / "worker").mkdir()
+    (system / "worker" / "environment").touch()
+    with Client() as client, pytest.raises(DaemonUnavailable) as failed:
+        client.gpus()
+    assert "This host is a node of a daemon elsewhere" in (failed.value.remedy or "")
     (tmp_path / "home" / "gpulease").mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as own:
         own.bind(str(tmp_path / "home" / "gpulease" / "gpulease.sock"))

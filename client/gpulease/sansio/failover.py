@@ -303,6 +303,10 @@ class Failover:
             remedy = failures.distrust.remedy
         elif self.destination.interchangeable:
             remedy = "Check the address (GPULEASE_URL), and that the daemon runs there."
+        elif systems and os.path.exists(addresses.SYSTEM_DATA_DIR / "worker" / "environment"):
+            # `gpulease node join` has written it.
+            remedy = f"This host is a node of a daemon elsewhere: name it by GPULEASE_URL, or `url` under [client] in \
+{config_file.SYSTEM}."
         elif systems:
             look = "Look at `systemctl status gpulease`" if systemd.runs() else "Start it as root (docs/install.md)"
             remedy = f"{look}, or ask the administrator of this machine."
