@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import socket
 import ssl
 import subprocess
 import threading
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from gpulease import AsyncClient, Client, DaemonUnavailable, InvalidRequest
+from gpulease.sansio.effects import NotConnected
+from gpulease.sansio.failover import OutcomeUnknown
 from gpulease.sansio.tls_errors import tls_failure
+from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.host import addresses, variables
 from tests.client.fake_daemon import FakeDaemon
 
@@ -32,6 +36,11 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b'{"items": []}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if "hangs" in self.path:
+            self.rfile.read()  # until the client goes away
 
     def log_message(self, *_: object) -> None:
         return
@@ -107,7 +116,7 @@ def test_a_certificate_out_of_its_time_says_that(code: int, said: str) -> None:
     """openssl makes no such certificate here, so this is what Python reports of one."""
     failure = ssl.SSLCertVerificationError(1, "certificate verify failed")
     failure.verify_code, failure.verify_message = code, "of OpenSSL"
-    error = tls_failure(failure, addresses.parse("https://gpubox:8750"))
+    error = tls_failure(failure, NotConnected(str(failure)), addresses.parse("https://gpubox:8750"))
     assert error is not None
     assert error.sentence == f"The certificate of https://gpubox:8750 {said}"
 
@@ -142,3 +151,41 @@ def test_https_to_a_server_without_tls_says_so(daemon: FakeDaemon) -> None:
     error = refusal(daemon.url.replace("http", "https"))
     assert error.detail.endswith("does not speak TLS.")
     assert error.remedy == f"Use {daemon.url}."
+
+
+@pytest.mark.parametrize("path", ["/hangs", "/breaks-off"])
+def test_a_call_that_was_sent_over_tls_may_have_taken_effect_although_no_response_comes(
+    serve, files, monkeypatch, path: str
+) -> None:
+    monkeypatch.setenv(variables.CA_FILE, str(files["good"]))
+    url, call = serve("good"), ApiCall(method="POST", path=path, read=lambda document: document, body={})
+
+    async def ask() -> None:
+        async with AsyncClient(url) as client:
+            await client.gpus()
+            await client.send(call, timeout_s=0.5)
+
+    with Client(url) as client:
+        client.gpus()
+        with pytest.raises(OutcomeUnknown) as of_client:
+            client.send(call, timeout_s=0.5)
+    with pytest.raises(OutcomeUnknown) as of_async_client:
+        asyncio.run(ask())
+    assert str(of_client.value) == str(of_async_client.value)
+
+
+def test_a_server_that_does_not_answer_the_greeting_of_tls_is_not_called_untrusted(monkeypatch) -> None:
+    monkeypatch.setattr("gpulease.sansio.failover.CONNECT_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
+
+        async def ask() -> None:
+            async with AsyncClient(url) as client:
+                await client.gpus()
+
+        with pytest.raises(DaemonUnavailable, match="timed out") as of_client, Client(url) as client:
+            client.gpus()
+        with pytest.raises(DaemonUnavailable, match="timed out") as of_async_client:
+            asyncio.run(ask())
+    assert of_client.value.may_come
+    assert of_async_client.value.may_come

@@ -173,7 +173,7 @@ class AsyncTransport:
             ):
                 raise use_https(attempt.address) from error
             named = proxies.named(failure, attempt.address, self._destination)
-            raise tls_failure(error, attempt.address) or named from error
+            raise tls_failure(error, named, attempt.address) or named from error
         except RuntimeError as error:
             if not connection.is_closed:
                 raise

@@ -46,7 +46,7 @@ class HttpxConnection:
                 return ArrivingResponse(self._client.send(request, stream=True), self._client)
         except (httpx2.RequestError, OSError) as error:
             failure = proxies.named(translate_error(error), self._address, self._destination)
-            raise tls_failure(error, self._address) or failure from error
+            raise tls_failure(error, failure, self._address) or failure from error
         except RuntimeError as error:
             if not self._client.is_closed:
                 raise
@@ -138,6 +138,8 @@ def to_response(response: httpx2.Response, content: bytes) -> Response:
 
 def translate_error(error: Exception) -> NotConnected | ResponseLost:
     """A failure of httpx2 as the failure of a flow: whether the daemon may have received the call."""
+    timed_out = isinstance(error, httpx2.TimeoutException)
+    reason = "timed out" if timed_out else error_reason(error)
     if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)):
-        return NotConnected(error_reason(error))
-    return ResponseLost(error_reason(error), timed_out=isinstance(error, httpx2.TimeoutException))
+        return NotConnected(reason)
+    return ResponseLost(reason, timed_out=timed_out)

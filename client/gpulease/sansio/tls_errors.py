@@ -30,13 +30,15 @@ PROBE_TIMEOUT_S = 1.0
 """How long to try whether a server speaks TLS."""
 
 
-def tls_failure(error: BaseException, address: Address) -> NotTrusted | None:
-    """The failure to raise for a connection that TLS made fail; None for any other error."""
-    if not address.origin.startswith("https:"):
+def tls_failure(error: BaseException, failed: NotConnected | ResponseLost, address: Address) -> NotTrusted | None:
+    """The failure to raise for a connection that TLS made fail; None for any other error, and once a call was sent."""
+    if not address.origin.startswith("https:") or isinstance(failed, ResponseLost):
         return None
     import ssl  # noqa: PLC0415 - loaded already where https is used
 
-    failure = next((cause for cause in _causes(error) if isinstance(cause, ssl.SSLError)), None)
+    # In an event loop, a read that has to wait begins with an SSLWantReadError.
+    causes = (cause for cause in _causes(error) if not isinstance(cause, ssl.SSLWantReadError))
+    failure = next((cause for cause in causes if isinstance(cause, ssl.SSLError)), None)
     if failure is None:
         return None
     if not isinstance(failure, ssl.SSLCertVerificationError):
