@@ -174,8 +174,8 @@ class _Handler(BaseHTTPRequestHandler):
             outcome = {"outcome": "unknown"} if fault == "unknown" else {}
             self._answer(503, {"code": "unavailable", "detail": "not recorded", **outcome})
             return
-        if fault == "html":
-            self._answer(200, "<html>", "text/html")
+        if fault in ("html", "404", "500"):  # of a proxy
+            self._answer(200 if fault == "html" else int(fault), "<html>", "text/html")
             return
         try:
             status, answer = self._route(body)

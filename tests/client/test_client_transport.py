@@ -116,15 +116,16 @@ def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: FakeDaemon, c
     held[0].release()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("failures", [["503", "break", "503"], ["404", "html", "500"]], ids=["bare", "behind a proxy"])
 def test_a_wait_for_a_job_survives_a_restart_of_the_daemon_in_which_it_begins(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
     """As the waits of a second that `gpulease wait` makes while the job is in the queue."""
     monkeypatch.setattr(flows, "RETRY_S", 0.0)
     at = datetime(2026, 1, 1, tzinfo=UTC)
     words = {"command": ("true",), "launcher": Launcher.PLAIN, "created_at": at}
     daemon.jobs["job-1"] = Job(id="job-1", state=JobState.QUEUED, lease_id="lease-1", **words)
-    failures = ["503", "break", "503"]
+    failures = failures.copy()
     with Client(daemon.url) as client:
         assert client.wait_job("job-1", 0.0).state is JobState.QUEUED
         daemon.fault = lambda line: failures.pop() if failures and "/v1/jobs/" in line else None
@@ -243,6 +244,19 @@ def test_a_log_stream_that_breaks_off_is_resumed(daemon: FakeDaemon, client: Cli
     daemon.fault = once("cut", "/logs")
     assert "".join(client.job_logs("j", follow=True)) == "one\ntwo\n"
     assert daemon.count("/logs") == 2
+
+
+@pytest.mark.parametrize("fault", ["404", "html"])
+def test_a_stream_goes_on_after_an_answer_of_a_proxy(daemon: FakeDaemon, client: Client, fault: str) -> None:
+    daemon.fault = once(fault, "/logs")
+    client.alive()
+    assert "".join(client.job_logs("j", follow=True)) == "one\ntwo\n"
+    daemon.fault = lambda line: fault if "/v1/events" in line else None
+    with Client(daemon.url, retry_s=0.2) as watching:
+        watching.alive()
+        with pytest.raises(Unavailable, match=daemon.url):
+            next(watching.watch_events(0))
+    assert daemon.count("/v1/events") > 1
 
 
 def test_a_log_cut_inside_a_character_is_reassembled(daemon: FakeDaemon, client: Client) -> None:

@@ -58,10 +58,9 @@ AVOID_S = 4.0
 LONG_POLL_S, FAILOVER_LONG_POLL_S = 25.0, 2.0
 """Longest long poll: shorter than the time limits of proxies and load balancers; with several addresses, short enough
 to notice in time that the daemon is stopped."""
+CHECK_LISTENER = "Check that a gpulease daemon listens there."
 MISDIRECTED_STATUSES = {301, 302, 303, 307, 308, 421}
 """Statuses of a server that does not serve this API."""
-GATEWAY_STATUSES = {502, 503, 504}
-"""Statuses of a proxy that got no response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +367,10 @@ def _read(address: Address, call: ApiCall[Answer], response: Response) -> Answer
         raise _error_from(address, response)
     try:
         return call.read(response.content.decode() if call.text else json.loads(response.content))
+    except json.JSONDecodeError as error:
+        raise _by_proxy(
+            f"{address.shown} answered {call.method} {call.path} with something else than JSON.", response
+        ) from error
     except ValueError as error:
         raise GpuleaseError(
             f"{address.shown} answered {call.method} {call.path} in an unexpected form: {error}.",
@@ -387,14 +390,16 @@ def _error_from(address: Address, response: Response) -> GpuleaseError:
             error.retry_after_s = response.retry_after_s
         return error
     detail = f"{address.shown} answered {response.status} {response.reason} without saying why."
-    remedy = "Check that a gpulease daemon listens there."
     if response.status in MISDIRECTED_STATUSES:
-        return Misdirected(detail, remedy=remedy)
-    if response.status in GATEWAY_STATUSES:
-        error = Unavailable(detail, remedy=remedy, extra={"by_proxy": True})
-        error.retry_after_s = response.retry_after_s
-        return error
-    return GpuleaseError(detail, remedy=remedy)
+        return Misdirected(detail, remedy=CHECK_LISTENER)
+    return _by_proxy(detail, response)
+
+
+def _by_proxy(detail: str, response: Response) -> Unavailable:
+    """The failure where a proxy, or another program, answers in place of the daemon, which may come back."""
+    error = Unavailable(detail, remedy=CHECK_LISTENER, extra={"by_proxy": True})
+    error.retry_after_s = response.retry_after_s
+    return error
 
 
 def _outcome_unknown(attempt: Attempt, error: ResponseLost) -> OutcomeUnknown:

@@ -216,8 +216,8 @@ class Flows:
             try:
                 yield from self.failover.open_stream(call, STREAM_SILENCE_S)
                 while (chunk := (yield NextChunk())) is not None:
-                    backoff.reset()
                     for frame in self._parse(frames.feed(chunk), call):
+                        backoff.reset()
                         tail, offset = None, frame.at
                         if text := decoder.decode(frame.content, final=frame.end):
                             yield Emit(text)
@@ -260,11 +260,11 @@ class Flows:
             try:
                 yield from self.failover.open_stream(call, STREAM_SILENCE_S)
                 while (chunk := (yield NextChunk())) is not None:
-                    backoff.reset()
                     for frame in self._parse(frames.feed(chunk), call):
                         after = frame.seq if frame.seq is not None else after
                         if frame.event is not None:
                             yield Emit(frame.event)
+                    backoff.reset()
                 raise ResponseLost("it ended")
             except ResponseLost as error:
                 self.failover.stream_lost()
@@ -283,7 +283,7 @@ class Flows:
         try:
             yield from frames
         except ValueError as error:
-            raise GpuleaseError(
+            raise Unavailable(
                 f"{self.failover.address.shown} answered {call.method} {call.path} in an unexpected form: {error}.",
                 remedy="Check that a gpulease daemon of the same version listens there.",
             ) from error

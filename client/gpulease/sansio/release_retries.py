@@ -98,7 +98,7 @@ def is_answer(error: BaseException) -> bool:
 
 def is_about_its_debt(error: GpuleaseError) -> bool:
     """True if others that are owed to the same daemon may be settled all the same."""
-    return type(error) is GpuleaseError
+    return type(error) is GpuleaseError or "by_proxy" in error.extra
 
 
 class Debts:
