@@ -70,9 +70,10 @@ def test_a_node_with_a_problem_is_unknown_and_keeps_its_leases() -> None:
 
 def test_a_second_worker_for_one_node_is_refused_while_the_first_reports() -> None:
     world = World().node(gpus=1)
-    refusal = world.report(worker="other")
-    assert isinstance(refusal, NotAllowed)
-    assert "After a restart this passes in seconds" in (refusal.remedy or "")
+    refused = world.report(worker="other")
+    assert isinstance(refused, NotAllowed)
+    assert refused.detail == "Another worker, on host a (10.0.0.97), reports for node a."
+    assert "After a restart this passes in seconds" in (refused.remedy or "")
     world.pass_time(4, silent=("a",))
     assert world.report(worker="other") is None
 

@@ -59,7 +59,8 @@ def on_node_reported(turn: Turn, reported: NodeReported) -> None:
     report, name = discard_if_paused(turn.ledger, reported.node, reported.report), reported.node
     before = turn.ledger.node_observations.get(name)
     if before is not None and before.worker_id != report.worker_id and not is_silent(before, turn.now, turn.policy):
-        detail = f"Another worker ({before.worker_id}) reports for node {name}."
+        where = turn.ledger.nodes[name].host + (f" ({before.address})" if before.address else "")
+        detail = f"Another worker, on host {where}, reports for node {name}."
         remedy = "After a restart this passes in seconds. Otherwise stop one of them, or give this one another --node."
         turn.answer(reported.cause, NotAllowed(detail, remedy=remedy))
         return
