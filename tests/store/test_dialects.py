@@ -102,6 +102,16 @@ def test_a_password_with_special_characters_is_to_be_encoded() -> None:
     assert "%40 for @" in str(refused.value.remedy)
 
 
+def test_several_servers_are_named_as_the_error_says(postgres_url: str) -> None:
+    server, _, database = postgres_url.rpartition("/")
+    user, _, here = server.rpartition("@")
+    with pytest.raises(DatabaseUnusable) as refused:
+        upgrade(f"{user}@127.0.0.1:{free_port()},{here}/{database}")
+    shown = str(refused.value.remedy)
+    assert "?host=a:5432&host=b:5432&target_session_attrs=read-write." in shown
+    upgrade(f"{user}@/{database}?host=127.0.0.1:{free_port()}&host={here}&target_session_attrs=read-write")
+
+
 @pytest.mark.parametrize(
     ("url", "message", "remedy"),
     [

@@ -19,6 +19,7 @@ from gpulease_server.store import dialects, tables
 
 EXAMPLE = "Use sqlite:////absolute/path/gpulease.db or postgresql://user@host/database"
 _ENCODED = "In a user or password, write special characters with a percent sign, such as %40 for @; or set PGPASSWORD."
+_SERVERS = "Name several servers as ?host=a:5432&host=b:5432&target_session_attrs=read-write."
 MIGRATION_LOCK = 0x67707565_61736501
 """Key of the advisory lock of a migration."""
 MIGRATION_S = 600
@@ -43,7 +44,7 @@ def parse_url(url: str) -> URL:
     except (ArgumentError, ValueError) as error:
         scheme, separator, _ = url.partition("://")
         shape = f"{scheme}://..." if separator else "it"
-        raise DatabaseUnusable(f"{shape} is not a database URL.", remedy=f"{EXAMPLE}. {_ENCODED}") from error
+        raise DatabaseUnusable(f"{shape} is not a database URL.", remedy=f"{EXAMPLE}. {_ENCODED} {_SERVERS}") from error
     if made.drivername in _NAMES:
         return made.set(drivername="postgresql+psycopg")
     if made.get_backend_name() != dialects.SQLITE:
