@@ -268,6 +268,8 @@ def test_what_is_fine_says_so() -> None:
     paused = found(replace(WELL, nodes=(silent("a", NodeMode.PAUSED),), certificate=CERTIFICATE))
     assert paused["workers"].health is Outcome.FINE
     assert paused["certificate"].sentence == "/c.pem is valid for 90 days more."
+    of_options = found(replace(WELL, certificate=None))["certificate"]
+    assert of_options.sentence == "The configuration of `serve` on this host names none."
     any_host = replace(CERTIFICATE, names=("*.example",))
     assert found(replace(WELL, certificate=any_host))["certificate"].health is Outcome.FINE
 

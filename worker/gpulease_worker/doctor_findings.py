@@ -132,7 +132,7 @@ class HostFacts:
     units: Mapping[str, tuple[bool, bool]] | None = None
     """By unit that is installed: whether it starts with the host, and whether it runs. None where systemd is not."""
     certificate: Certificate | None = None
-    """The daemon's; None if it serves no TLS."""
+    """The daemon's; None if its configuration names none."""
     joined: Joined | None = None
     """The daemon elsewhere of which this host is a node; None if it has not joined one."""
     joined_hidden: bool = False

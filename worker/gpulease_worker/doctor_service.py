@@ -70,7 +70,7 @@ def certificate(facts: HostFacts) -> Finding:
     """Is the daemon's certificate valid for a while, and for this host?"""
     known = facts.certificate
     if known is None:
-        return fine("certificate", "None is configured: the daemon serves no TLS.")
+        return fine("certificate", "The configuration of `serve` on this host names none.")
     if known.problem is not None:
         return unknown("certificate", f"{known.file}: {known.problem}.")
     left_s = known.expires_s - facts.wall_s
