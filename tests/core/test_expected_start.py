@@ -29,7 +29,7 @@ from gpulease_server.core.records import Instant
 from gpulease_server.replay.recorded_requests import RecordedRequest, uniform_nodes
 from gpulease_server.replay.virtual_daemon import Outcome, VirtualDaemon
 from gpulease_server.runtime.outage import copy_ledger
-from tests.core.build import GIB, World, gpu, uuid
+from tests.core.build import GIB, NOON, World, gpu, uuid
 from tests.replay.build import BEGUN, DRAIN_S, GREEDY, MANY, STRICT, limit, scheduled, workload
 
 HOUR_S = 3600.0
@@ -504,3 +504,48 @@ def test_who_goes_first_has_missed_as_many_grants_in_the_forecast() -> None:
         copy.apply(change)
 
     assert copy.go_first == {first.id: 3}, "more make no difference"
+
+
+def test_one_whose_gpu_hours_are_used_starts_when_enough_leave_the_window() -> None:
+    here = world(2)
+    here.limit("ann", gpu_hours=0.05, window_s=HOUR_S)
+    here.lease(time_s=200.0, ttl_s=HOUR_S)
+    here.lease(user="bob", ttl_s=2 * HOUR_S)
+    here.pass_time(190)
+    waiting = here.lease(ttl_s=2 * HOUR_S)
+    said = in_s(here, waiting.id)
+    assert said is not None
+    here.pass_time(15)
+    here.at_s += said - 17
+    here.pass_time(1)
+    assert here.now_of(waiting).state is LeaseState.QUEUED
+    here.pass_time(1.5)
+    assert here.now_of(waiting).state is LeaseState.ACTIVE
+
+
+def test_a_request_starts_on_what_was_held_for_another_once_that_no_longer_fits_before_a_window() -> None:
+    here = world(2, max_bypass=0)
+    here.reserve(uuid(0), uuid(1), user="ada", after_s=1000.0)
+    here.lease(user="bob", time_s=500.0, ttl_s=HOUR_S)
+    first, behind = here.lease(2, time_s=200.0, ttl_s=HOUR_S), here.lease(user="cid", time_s=60.0, ttl_s=HOUR_S)
+    closes_s = 1000 - END_MARGIN_S - 200
+    assert [in_s(here, one.id) for one in (first, behind)] == [4600, closes_s]
+    here.at_s += closes_s - 2
+    here.pass_time(1)
+    assert here.now_of(behind).state is LeaseState.QUEUED
+    here.pass_time(1.5)
+    assert here.now_of(behind).state is LeaseState.ACTIVE
+
+
+def test_a_request_starts_when_its_token_has_a_new_day() -> None:
+    here, budget = world(2), Budget(gpu_hours_per_day=0.05)
+    here.lease(user="bob", ttl_s=2 * HOUR_S)
+    here.lease(token="t", budget=budget, ttl_s=HOUR_S)
+    here.pass_time(190)
+    day_ends_s = (NOON + timedelta(hours=12) - here.now.at).total_seconds()
+    waiting = here.lease(token="t", budget=budget, time_s=60.0)
+    assert in_s(here, waiting.id) == round(day_ends_s)
+    here.pass_time(50)
+    here.wall_jump_s = day_ends_s - 50
+    here.pass_time(1)
+    assert here.now_of(waiting).state is LeaseState.ACTIVE

@@ -122,10 +122,11 @@ class TokenBudgets:
             return f"{used} are used; the next day begins at {until}"
         return self._behind(lease)
 
-    def hours_are_used(self, lease: Lease, wanted: int) -> bool:
-        """True until the day ends, where its token's GPU-hours are used up for a lease of so many GPUs."""
-        left_s = None if (record := self.of(lease)) is None else _left_s(record)
-        return left_s is not None and left_s < wanted * MIN_USE_S
+    def hours_used_until(self, lease: Lease, wanted: int) -> datetime | None:
+        """When the day ends, where its token's GPU-hours are used up for a lease of so many GPUs; None elsewhere."""
+        if (record := self.of(lease)) is None or (left_s := _left_s(record)) is None or left_s >= wanted * MIN_USE_S:
+            return None
+        return _midnight(record.day + timedelta(days=1))
 
     def keep(self, lease: Lease, gpus: int) -> None:
         """Keep so many GPUs of its token's budget for this request from those that are looked at after it."""

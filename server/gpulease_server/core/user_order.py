@@ -217,7 +217,7 @@ class UserOrder:
         lease, needed, users = record.lease, self._needs(record), self.users
         if never_within_limits(users, lease, needed) is not None or users.hours_are_used(lease):
             return False
-        if users.tokens is not None and users.tokens.hours_are_used(lease, needed):
+        if users.tokens is not None and users.tokens.hours_used_until(lease, needed) is not None:
             return False
         return self._may_be_served(lease, self._most_gpus(lease))
 

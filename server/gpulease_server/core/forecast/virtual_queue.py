@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
+from operator import attrgetter
 
 from gpulease_protocol.model import EndReason, GpuReading, JobState, LeaseState
 from gpulease_server.core.calendar import ReservationRemoved
+from gpulease_server.core.eligibility import min_gpus_of
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.forecast.lease_history import LeaseHistory, RemainingTime
 from gpulease_server.core.gpu import node_problem
+from gpulease_server.core.gpu_time import room_at
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.order import in_order
 from gpulease_server.core.order_records import Overtakes, PlacesKept, UsageSteps
 from gpulease_server.core.policy import Policy, undisturbed
@@ -138,9 +144,10 @@ class VirtualQueue:
                         self._waiting.remove(record.lease.id)
                         yield record.lease.id, at_s
                 yield None, at_s
-            if not ends or not self._waiting or ends[0][0] >= self._preempts_at_s:
+            next_s = min(ends[0][0] if ends else math.inf, _opens_s(ledger, self._policy, self._instant(at_s)))
+            if not self._waiting or next_s == math.inf or next_s >= self._preempts_at_s:
                 return
-            at_s = max(at_s, ends[0][0])
+            at_s = max(at_s, next_s)
             ending = [one for one in _pop_until(ends, at_s) if not self._lasts_longer(ends, ledger, one, at_s)]
             self._count_samples(ending, at_s)
 
@@ -282,6 +289,26 @@ def may_differ(ledger: Ledger, policy: Policy, now: Instant, late_s: float) -> b
         return True
     users, then = (usage_by_user(ledger, policy.limits, one) for one in (now, later))
     return any(users.closed_to(one.lease) != then.closed_to(one.lease) for one in ledger.queued())
+
+
+def _opens_s(ledger: Ledger, policy: Policy, now: Instant) -> float:
+    """When time alone may next let a request have a GPU that is free, on the monotonic clock; infinity where it does
+    not: GPU-hours leave a window, a token has a new day, or a GPU that is held for a request closes to it."""
+    if not ledger.fleet.free:
+        return math.inf
+    users, entries = usage_by_user(ledger, policy.limits, now), ledger.calendar.in_order()
+    hours, found = dict[LimitKey, float](), set[datetime | None]()
+    for lease in (record.lease for record in ledger.queued()):
+        hours |= {one.key: one.limits.gpu_hours for one in users.applied(lease) if one.limits.gpu_hours is not None}
+        if users.tokens is not None:
+            found.add(users.tokens.hours_used_until(lease, min_gpus_of(ledger, users, lease.demand)))
+        if entries and (end := users.latest_end(lease)) is not None:
+            closes = bisect.bisect_left(entries, end, key=attrgetter("from_at"))
+            found.update(now.at + (entry.from_at - end) for entry in entries[closes : closes + 1])
+    found.update(room_at(users.index, key, limit * 3600, now) for key, limit in hours.items())
+    return min(
+        ((at - now.at).total_seconds() + now.mono_s + TICK_S for at in found if at is not None), default=math.inf
+    )
 
 
 def _granted(turn: Turn) -> Iterator[LeaseRecord]:
