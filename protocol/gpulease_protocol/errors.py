@@ -104,7 +104,7 @@ class NotNow(GpuleaseError, RuntimeError):
 
 class InUse(GpuleaseError, RuntimeError):
     """A lease is active on what would be taken out of use: wait until it has ended, or say force. Or the node to be
-    forgotten reports: turn its host off first."""
+    forgotten reports: turn its host off first. Or GPUs are reserved for the group: cancel that first."""
 
     code, status, title = "in_use", 409, "In use"
 

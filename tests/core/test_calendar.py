@@ -116,6 +116,20 @@ def test_a_group_is_all_of_its_members() -> None:
     assert is_active(here, ask(here, user="eve"))
 
 
+def test_a_group_is_not_removed_while_gpus_are_reserved_for_it() -> None:
+    here = world(gpus=1)
+    here.limit("vision", "group", members=("ada",), max_gpus=4)
+    here.limit("other", "group", members=("eve",), max_gpus=4)
+    here.reserve(uuid(0), group="vision")
+    (kept,) = entries(here)
+    refused = here.limit("vision", "group")
+    assert isinstance(refused, InUse)
+    assert kept.id in str(refused)
+    assert here.limit("other", "group") is None
+    here.unreserve(kept.id)
+    assert here.limit("vision", "group") is None
+
+
 def test_a_window_that_has_begun_is_closed_until_its_end() -> None:
     here = world(gpus=1)
     here.reserve(uuid(0), user="ada", after_s=0.0, for_s=60.0)

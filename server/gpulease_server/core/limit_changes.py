@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpulease_protocol.errors import InvalidRequest, NotFound
+from gpulease_protocol.errors import InUse, InvalidRequest, NotFound
 from gpulease_protocol.gpu_hours import plain_hours
 from gpulease_protocol.limits import LimitKind, Limits, LimitUse
 from gpulease_server.core.budget_records import count_window
 from gpulease_server.core.gpu_time import new_gpu_time, resized, used_s
 from gpulease_server.core.group_usage import shares
 from gpulease_server.core.happenings import LimitsChanged
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_index import LimitIndex, counts_of
 from gpulease_server.core.limit_records import GpuTimeRemoved, LimitKey, LimitRecord, LimitRemoved, UserLimits
 from gpulease_server.core.records import Instant
@@ -25,7 +26,7 @@ MAX_RECORDS = 10_000
 def on_limits_changed(turn: Turn, change: LimitsChanged) -> None:
     """Set the limits of a user, a group or a token, or remove them. They hold from this turn on, and end nothing."""
     index, key = turn.ledger.limits, change.key
-    refused = _refusal(index, change)
+    refused = _refusal(turn.ledger, change)
     if refused is not None:
         turn.answer(change.cause, refused)
         return
@@ -57,12 +58,17 @@ def on_limits_changed(turn: Turn, change: LimitsChanged) -> None:
     turn.answer(change.cause, None)
 
 
-def _refusal(index: LimitIndex, change: LimitsChanged) -> InvalidRequest | NotFound | None:
-    key = change.key
+def _refusal(ledger: Ledger, change: LimitsChanged) -> InvalidRequest | NotFound | InUse | None:
+    index, key = ledger.limits, change.key
     if change.limits is None:
-        if key in index.records:
+        if key not in index.records:
+            return NotFound(f"No limits are set for {key}.", remedy="`GET /v1/limits` lists those that are set.")
+        of_group = key.name if key.kind is LimitKind.GROUP else None
+        kept = [one.id for one in ledger.calendar.in_order() if of_group is not None and one.group == of_group]
+        if not kept:
             return None
-        return NotFound(f"No limits are set for {key}.", remedy="`GET /v1/limits` lists those that are set.")
+        detail = f"GPUs are reserved for {key} ({some_of(kept)}), and without it no one could use them."
+        return InUse(detail, remedy="Cancel these reservations first.")
     if change.members and key.kind is not LimitKind.GROUP:
         return InvalidRequest("members: are for limits of a group.", remedy="Leave members out.")
     for user in change.members:

@@ -69,10 +69,10 @@ async def set_limits(
     return _shown(daemon, key)
 
 
-@router.delete("/{kind}/{name}", operation_id="deleteLimits", responses=error_responses("not_found"))
+@router.delete("/{kind}/{name}", operation_id="deleteLimits", responses=error_responses("not_found", "in_use"))
 async def remove_limits(kind: Kind, name: Name, daemon: DaemonDep, caller: CallerDep) -> LimitUse:
     """Remove the limits that were set for a user, a group or a token, and return what holds now: for a user the
-    defaults of the configuration."""
+    defaults of the configuration. A group for which GPUs are reserved stays."""
     key = LimitKey(kind, name)
     await daemon.submit(LimitsChanged(cause=ids.new_id("request"), key=key, limits=None, by=caller.user))
     return _shown(daemon, key)
