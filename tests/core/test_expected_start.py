@@ -549,3 +549,16 @@ def test_a_request_starts_when_its_token_has_a_new_day() -> None:
     here.wall_jump_s = day_ends_s - 50
     here.pass_time(1)
     assert here.now_of(waiting).state is LeaseState.ACTIVE
+
+
+def test_a_request_starts_on_what_was_held_for_another_once_the_gpu_hours_of_that_are_used() -> None:
+    here = world(2, max_bypass=0)
+    here.limit("ann", gpu_hours=0.1, window_s=HOUR_S)
+    here.lease(time_s=HOUR_S, ttl_s=HOUR_S)
+    first, behind = here.lease(2, time_s=200.0, ttl_s=HOUR_S), here.lease(user="cid", time_s=60.0, ttl_s=HOUR_S)
+    assert in_s(here, behind.id) == 360
+    here.at_s += 358
+    here.pass_time(1)
+    assert [here.now_of(one).state for one in (first, behind)] == [LeaseState.QUEUED, LeaseState.QUEUED]
+    here.pass_time(1.5)
+    assert [here.now_of(one).state for one in (first, behind)] == [LeaseState.QUEUED, LeaseState.ACTIVE]

@@ -96,5 +96,13 @@ def room_at(index: LimitIndex, key: LimitKey, limit_s: float, now: Instant) -> d
     raise AssertionError("an empty window is over a limit")
 
 
+def spent_at(index: LimitIndex, key: LimitKey, limit_s: float, now: Instant) -> datetime | None:
+    """When there are `limit_s` GPU-seconds in the window if all that is held is held on, at the earliest; None without
+    any."""
+    if not index.gpus[key] or key not in index.gpu_time:
+        return None
+    return now.at + timedelta(seconds=max(0.0, limit_s - used_s(index, key, now)) / index.gpus[key])
+
+
 def _part(at_s: float, width_s: float) -> int:
     return int(at_s // width_s)

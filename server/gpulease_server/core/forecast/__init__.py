@@ -30,7 +30,7 @@ each request of a long queue asks for something else on 10,000 GPUs.
 | a job waits for other jobs | nothing |
 | a window of a reservation ends, or is too near for a request, by less than leases may be late | nothing from then on |
 | others end for a request (`core.preemption`) | its GPUs are held for it; nothing from the first of these ends on |
-| GPU-hours leave a window, or a token has a new day | who waits for that alone starts then |
+| GPU-hours leave a window or are used, or a token has a new day | who waits for that alone starts then |
 | the fleet and the queue are so large that all the time goes before the first start | nothing |
 | few leases have ended here, or a lease has outlasted all but few | by history nothing |
 | the daemon restarts | the same as before, once its nodes have reported: all of it follows from the ledger |

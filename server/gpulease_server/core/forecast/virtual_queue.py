@@ -17,7 +17,7 @@ from gpulease_server.core.eligibility import min_gpus_of
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.forecast.lease_history import LeaseHistory, RemainingTime
 from gpulease_server.core.gpu import node_problem
-from gpulease_server.core.gpu_time import room_at
+from gpulease_server.core.gpu_time import room_at, spent_at
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import LimitKey
@@ -293,7 +293,8 @@ def may_differ(ledger: Ledger, policy: Policy, now: Instant, late_s: float) -> b
 
 def _opens_s(ledger: Ledger, policy: Policy, now: Instant) -> float:
     """When time alone may next let a request have a GPU that is free, on the monotonic clock; infinity where it does
-    not: GPU-hours leave a window, a token has a new day, or a GPU that is held for a request closes to it."""
+    not: GPU-hours leave a window, or those of a request for which GPUs are held are used, a token has a new day, or a
+    GPU that is held for a request closes to it."""
     if not ledger.fleet.free:
         return math.inf
     users, entries = usage_by_user(ledger, policy.limits, now), ledger.calendar.in_order()
@@ -305,7 +306,9 @@ def _opens_s(ledger: Ledger, policy: Policy, now: Instant) -> float:
         if entries and (end := users.latest_end(lease)) is not None:
             closes = bisect.bisect_left(entries, end, key=attrgetter("from_at"))
             found.update(now.at + (entry.from_at - end) for entry in entries[closes : closes + 1])
-    found.update(room_at(users.index, key, limit * 3600, now) for key, limit in hours.items())
+    for key, limit in hours.items():
+        when = users.index, key, limit * 3600, now
+        found.add(room_at(*when) or spent_at(*when))
     return min(
         ((at - now.at).total_seconds() + now.mono_s + TICK_S for at in found if at is not None), default=math.inf
     )
