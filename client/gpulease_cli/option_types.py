@@ -61,7 +61,7 @@ class Moment(ParamType):
             if re.fullmatch(r"[0-9.]+[smhd]?", value):
                 length = timedelta(seconds=parse_duration(value))
                 return now + length if self.ahead else max(now - length, OLDEST)
-            return datetime.fromisoformat(value).astimezone(UTC)
+            return _in_utc(datetime.fromisoformat(value))
         except (ValueError, OverflowError, OSError):
             hours = "2h for in two hours" if self.ahead else "2h for two hours ago"
             self.fail(f"{value!r} is no time; write it like 03:00, 2026-11-23T18:00, or {hours}", param, ctx)
@@ -69,8 +69,16 @@ class Moment(ParamType):
     def _at_clock(self, value: str, now: datetime) -> datetime:
         clock, today = time.fromisoformat(value.zfill(5)), now.astimezone().date()
         days = (today + timedelta(days=number) for number in ((0, 1) if self.ahead else (0, -1)))
-        at, other = (datetime.combine(day, clock).astimezone(UTC) for day in days)  # by the clock on the wall
+        at, other = (_in_utc(datetime.combine(day, clock)) for day in days)  # by the clock on the wall
         return at if (at >= now if self.ahead else at <= now) else other
+
+
+def _in_utc(at: datetime) -> datetime:
+    """A point in time of this time zone, or with an offset. An hour that is left out when the clocks are put forward is
+    the one after it."""
+    found = at.astimezone(UTC)
+    is_left_out = at.tzinfo is None and found.astimezone().replace(tzinfo=None) != at
+    return at.replace(fold=1).astimezone(UTC) if is_left_out else found
 
 
 class EndOfPeriod(Moment):

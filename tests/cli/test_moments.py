@@ -98,3 +98,27 @@ def test_eight_is_eight_on_the_wall_when_the_clocks_change(
 
     monkeypatch.setattr(option_types, "datetime", Clock)
     assert kind.convert("08:00", None, None) == at
+
+
+@pytest.mark.usefixtures("zone")
+@pytest.mark.parametrize("zone", ["Europe/Berlin"], indirect=True)
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("2027-03-28T01:59", datetime(2027, 3, 28, 0, 59, tzinfo=UTC)),
+        ("2027-03-28T02:00", datetime(2027, 3, 28, 1, tzinfo=UTC)),
+        ("2027-03-28T02:30", datetime(2027, 3, 28, 1, 30, tzinfo=UTC)),
+        ("2027-03-28T02:30+01:00", datetime(2027, 3, 28, 1, 30, tzinfo=UTC)),
+        ("2027-10-31T02:30", datetime(2027, 10, 31, 0, 30, tzinfo=UTC)),
+    ],
+)
+def test_an_hour_that_the_clocks_leave_out_is_the_one_after_it(text: str, at: datetime) -> None:
+    assert MOMENT.convert(text, None, None) == at
+    assert END_OF_PERIOD.after(text.replace("T", " "), at) == at
+
+
+@pytest.mark.usefixtures("zone")
+@pytest.mark.parametrize("zone", ["Europe/Berlin"], indirect=True)
+def test_a_time_of_day_that_the_clocks_leave_out_ends_a_period_after_it_begins() -> None:
+    begin = datetime(2099, 3, 29, 0, 45, tzinfo=UTC)  # 01:45
+    assert END_OF_PERIOD.after("02:30", begin) == datetime(2099, 3, 29, 1, 30, tzinfo=UTC)
