@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -120,3 +123,29 @@ def test_bytes_that_are_no_series_are_refused(content: bytes) -> None:
 def test_what_is_kept_is_what_a_reading_has() -> None:
     assert MEASURES[0] == "utilization_ratio", "GPU-hours used rest on the first"
     assert GAP_S >= 2, "a reading that is late by one period is no gap"
+
+
+@settings(max_examples=50)
+@given(readings, st.integers(0, 12_000), st.integers(0, 12_000))
+def test_of_a_part_of_the_time_only_its_buckets_are_looked_at(
+    steps: list[tuple[int, int, int | None]], one: int, other: int
+) -> None:
+    """An answer by day asks for each day of a lease: looked at whole each time, thousands of leases took 10 s."""
+    series, known, _ = told(steps)
+    begin_s, end_s = min(one, other) / TICKS, max(one, other) / TICKS
+    begin_s, end_s = (at_s // series.width_s * series.width_s for at_s in (begin_s, end_s))
+    within = {at: value for at, value in known.items() if begin_s <= at / TICKS < end_s}
+    looked_at = 0
+
+    def count(_: FrameType, event: str, called: Any) -> None:
+        nonlocal looked_at
+        looked_at += event == "c_call" and called is max
+
+    sys.setprofile(count)
+    try:
+        used_s, _, known_s = series.used_between(begin_s, end_s)
+    finally:
+        sys.setprofile(None)
+    assert known_s == pytest.approx(len(within) / TICKS, rel=1e-4, abs=1e-4)
+    assert used_s == pytest.approx(sum(within.values()) / TICKS, rel=1e-4, abs=1e-4)
+    assert looked_at <= (end_s - begin_s) / series.width_s + 3

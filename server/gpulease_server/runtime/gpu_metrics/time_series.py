@@ -10,6 +10,7 @@ width doubles: never more than 600 buckets, never fewer than 300 again (1024 s e
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from array import array
@@ -164,9 +165,11 @@ class TimeSeries:
         if from_s <= 0 and self.until_s <= to_s:
             idle_s = sum([seconds for seconds, high in zip(track.known_s, track.high, strict=True) if high <= 0])
             return self.used_s(), idle_s + (track.open_s if track.open_high <= 0 else 0.0), self.known_s()
-        highs = [*track.high, track.open_high]
-        buckets = zip([*track.total, track.open_total], [*track.known_s, track.open_s], highs, strict=True)
-        for place, (total, seconds, high) in enumerate(buckets):
+        first = max(0, min(int(from_s // self.width_s), self.closed))
+        last = max(first, min(math.ceil(to_s / self.width_s), self.closed + 1))
+        opened = ((track.total, track.open_total), (track.known_s, track.open_s), (track.high, track.open_high))
+        columns = ([*closed[first:last], one][: last - first] for closed, one in opened)
+        for place, (total, seconds, high) in enumerate(zip(*columns, strict=True), first):
             start_s, end_s = place * self.width_s, min((place + 1) * self.width_s, self.until_s)
             inside_s = min(end_s, to_s) - max(start_s, from_s)
             if inside_s > 0:
