@@ -562,3 +562,26 @@ def test_a_request_starts_on_what_was_held_for_another_once_the_gpu_hours_of_tha
     assert [here.now_of(one).state for one in (first, behind)] == [LeaseState.QUEUED, LeaseState.QUEUED]
     here.pass_time(1.5)
     assert [here.now_of(one).state for one in (first, behind)] == [LeaseState.QUEUED, LeaseState.ACTIVE]
+
+
+@pytest.mark.parametrize("first_ends_s", [3600.0, 3850.0, 4125.0, 4400.0])
+def test_users_are_taken_to_be_on_the_steps_that_the_daemon_counts_every_five_minutes(first_ends_s: float) -> None:
+    here = world(4, fair_share=True)
+    before = here.lease(4, user="ann", ttl_s=MANY)
+    here.at_s += 1800
+    here.release(before)
+    here.report()
+    for user, count, time_s in (("ann", 1, 9000.0), ("bob", 2, 9000.0), ("eve", 1, first_ends_s)):
+        here.lease(count, user=user, time_s=time_s, ttl_s=MANY)
+    waiting = [here.lease(user=user, time_s=3000.0, ttl_s=MANY) for user in ("bob", "ann")]
+    here.pass_time(1)  # bob comes to have used as much as ann, and soon more
+    said = {one.id: in_s(here, one.id) or 0 for one in waiting}
+    begun_s, counted_s = here.at_s, here.ledger.steps_counted_at_s
+    assert counted_s is not None
+    while counted_s + 305 < begun_s + min(said.values()):
+        here.at_s = counted_s = counted_s + 300.01
+        here.pass_time(0.25)
+    here.at_s = begun_s + min(said.values()) - 1
+    here.pass_time(2)
+    started = [one.id for one in waiting if here.now_of(one).state is LeaseState.ACTIVE]
+    assert started == [min(said, key=said.__getitem__)]

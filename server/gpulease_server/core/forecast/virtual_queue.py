@@ -14,6 +14,7 @@ from operator import attrgetter
 from gpulease_protocol.model import EndReason, GpuReading, JobState, LeaseState
 from gpulease_server.core.calendar import ReservationRemoved
 from gpulease_server.core.eligibility import min_gpus_of
+from gpulease_server.core.fair_share import RECOUNT_S, recount_usage
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.forecast.lease_history import LeaseHistory, RemainingTime
 from gpulease_server.core.gpu import node_problem
@@ -209,7 +210,9 @@ class VirtualQueue:
     def _turns(self, ledger: Ledger, at_s: float, ending: Iterable[str]) -> Iterator[Turn]:
         """The turn in which these leases end, then the one in which their GPUs are clean; nodes that have gone by then
         are out of use."""
-        now = self._instant(at_s)
+        now, counted_s = self._instant(at_s), ledger.steps_counted_at_s
+        if counted_s is not None and at_s - counted_s >= RECOUNT_S:  # the daemon has done so every `RECOUNT_S`
+            recount_usage(Turn(ledger, self._instant(at_s - (at_s - counted_s) % RECOUNT_S), self._undisturbed))
         turn, clean = Turn(ledger, now, self._undisturbed), list[GpuRecord]()
         for name in [name for name, leaves_at_s in self._leaves_at_s.items() if leaves_at_s <= at_s]:
             del self._leaves_at_s[name]
