@@ -368,6 +368,9 @@ def describe_end(lease: Lease | None, job: Job | None, now: datetime) -> str:
         if job is None or job.timeout_s is None or job.started_at is None:
             return "its job ends"
         left = job.started_at + timedelta(seconds=job.timeout_s) - now
+        for last in job.attempt_history[-1:]:
+            if last.regrouped and last.ended_at is not None and lease.granted_at is not None:
+                left -= last.ended_at - lease.granted_at  # an attempt after nodes have changed has what is left
         return f"in at most {format_duration(left.total_seconds())}"
     watched, until, most = lease.liveness is Liveness.PROCESS, lease.expires_at, lease.ends_at
     if most is not None and (watched or until is None or most <= until):

@@ -12,6 +12,7 @@ from gpulease_protocol.model import (
     GpuState,
     Holder,
     Job,
+    JobAttempt,
     JobState,
     Launcher,
     Lease,
@@ -59,6 +60,25 @@ def test_a_lease_that_ends_for_others_says_when(notice: dict[str, datetime], sho
     used = gpu(1, GpuState.LEASED, activity=Activity.ACTIVE, lease_id="L-2", holder=holder)
     first = render_status([used], [held], [], NOW).splitlines()[1]
     assert first.endswith(f"  {shown}"), first
+
+
+def test_a_job_that_goes_on_with_other_nodes_ends_when_the_time_of_its_lease_is_over() -> None:
+    earlier = JobAttempt(number=1, lease_id="L-1", regrouped=True, ended_at=NOW - timedelta(minutes=10))
+    elastic = Job(
+        id="J-1",
+        state=JobState.RUNNING,
+        lease_id="L-1",
+        launcher=Launcher.TORCHRUN,
+        command=("train.py",),
+        created_at=NOW - timedelta(hours=21),
+        started_at=NOW - timedelta(minutes=9),
+        timeout_s=24 * 3600.0,
+        attempt_history=(earlier,),
+    )
+    granted = {"granted_at": NOW - timedelta(hours=20), "liveness": Liveness.JOB, "job_id": "J-1"}
+    used = gpu(1, GpuState.LEASED, activity=Activity.ACTIVE, lease_id="L-1", holder=ADA)
+    first = render_status([used], [lease("L-1", LeaseState.ACTIVE, **granted)], [elastic], NOW).splitlines()[1]
+    assert first.endswith("  in at most 4h 01m"), first
 
 
 def eight_gpus() -> tuple[list[Gpu], list[Lease], list[Job]]:

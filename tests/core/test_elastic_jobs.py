@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from gpulease_protocol.model import GpuState, Job, JobAttempt, JobState, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import RunState
 from gpulease_server.core.elastic_growth import GROW_AFTER_S
+from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S, REACH_S, SILENT_S
 from gpulease_server.core.job import MAX_HISTORY, kept_history
 from gpulease_server.core.node import desired_state
@@ -96,6 +98,22 @@ def test_each_attempt_under_one_lease_has_what_is_left_of_its_time() -> None:
         assert order(world, job_id, "c").spec == told.spec, "the same for each exchange"
         start(world, job_id)
     assert world.ledger.jobs[job_id].spec.timeout_s == 1000, "another lease of it has all of it"
+
+
+def test_who_waits_is_told_when_the_time_of_its_lease_is_over_not_a_whole_time_after_its_last_start() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world, timeout_s=1000)
+    world.at_s += 600.0
+    for node in "abc":
+        world.report(node)
+    lose(world, job_id, "a")
+    world.pass_time(3.0, silent=("a",))
+    start(world, job_id)
+    waits = world.ledger.leases[world.lease(2, user="bob", node="c").id]
+    told = explain(world.ledger, waits, world.now, world.policy).obstacles
+    granted_at = world.ledger.leases[job_of(world, job_id).lease_id].lease.granted_at
+    assert granted_at is not None
+    assert {one.until and one.until < granted_at + timedelta(seconds=1060) for one in told if one.node == "c"} == {True}
 
 
 def test_nodes_with_old_readings_are_read_and_not_left_out() -> None:

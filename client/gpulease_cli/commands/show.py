@@ -224,6 +224,8 @@ def _limit(job: Job, now: datetime) -> str:
     limit = format_duration(job.timeout_s or 0.0)
     if job.started_at is None or job.timeout_s is None or job.ended or job.state is JobState.QUEUED:
         return limit
+    if job.attempt_history and job.attempt_history[-1].regrouped:
+        return f"{limit} for all attempts under its lease"
     left = job.started_at + timedelta(seconds=job.timeout_s) - now
     return f"{limit}, ends in at most {format_duration(left.total_seconds())}"
 

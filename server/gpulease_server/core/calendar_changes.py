@@ -10,7 +10,7 @@ from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, GpuState, LeaseState
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import MAX_AHEAD, MAX_RESERVATIONS, ReservationRemoved, is_for
-from gpulease_server.core.elastic_jobs import spec_of_attempt
+from gpulease_server.core.declared_ends import spec_of_attempt
 from gpulease_server.core.explain.reserved_gpus import describe_reservation
 from gpulease_server.core.gpu import is_cordoned, state_of
 from gpulease_server.core.gpu_choice import choose_gpus

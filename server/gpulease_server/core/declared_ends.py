@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpulease_protocol.model import JobState, LeaseState
+from gpulease_protocol.model import JobSpec, JobState, Lease, LeaseState
+from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
+from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord
 from gpulease_server.core.token_budgets import held_s
 from gpulease_server.core.user_limits import UserUsage
+
+LEAST_S = 1.0
+"""For how long an attempt may run at least that begins as the time of its lease ends."""
+
+
+def spec_of_attempt(record: JobRecord, lease: Lease) -> JobSpec:
+    """What the nodes of a job run. Of `timeout_s`, which each attempt counts from its start, the next attempt under a
+    lease has what the lease had left when that attempt began: the lease lasts no longer than any other."""
+    spec, history = record.spec, record.job.attempt_history
+    last = next((one for one in reversed(history) if one.regrouped and one.lease_id == lease.id), None)
+    if spec.timeout_s is None or last is None or last.ended_at is None or lease.granted_at is None:
+        return spec
+    held_s = max(0.0, (last.ended_at - lease.granted_at).total_seconds())
+    return replace(spec, timeout_s=max(LEAST_S, spec.timeout_s - held_s))
 
 
 def declared_end_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:

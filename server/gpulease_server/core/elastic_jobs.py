@@ -48,9 +48,7 @@ from gpulease_protocol.model import (
     Job,
     JobAttempt,
     JobMember,
-    JobSpec,
     JobState,
-    Lease,
     LeaseMember,
     NodeMode,
     PartState,
@@ -68,8 +66,6 @@ from gpulease_server.core.wording import name_nodes
 
 MAX_REGROUPS = 1000
 """How many times the nodes of a job may change."""
-LEAST_S = 1.0
-"""For how long an attempt may run at least that begins as the time of its lease ends."""
 
 
 def go_on(turn: Turn, record: JobRecord, origin: JobMember | None, reason: str) -> bool:
@@ -93,17 +89,6 @@ def go_on(turn: Turn, record: JobRecord, origin: JobMember | None, reason: str) 
         give_back(turn, lease, faulty, reason)
     _regroup(turn, record, left, reason)
     return True
-
-
-def spec_of_attempt(record: JobRecord, lease: Lease) -> JobSpec:
-    """What the nodes of a job run. Of `timeout_s`, which each attempt counts from its start, the next attempt under a
-    lease has what the lease had left when that attempt began: the lease lasts no longer than any other."""
-    spec, history = record.spec, record.job.attempt_history
-    last = next((one for one in reversed(history) if one.regrouped and one.lease_id == lease.id), None)
-    if spec.timeout_s is None or last is None or last.ended_at is None or lease.granted_at is None:
-        return spec
-    held_s = max(0.0, (last.ended_at - lease.granted_at).total_seconds())
-    return replace(spec, timeout_s=max(LEAST_S, spec.timeout_s - held_s))
 
 
 def give_back(turn: Turn, record: LeaseRecord, node: str, reason: str) -> None:

@@ -213,7 +213,7 @@ def _stuck_parts(record: JobRecord, stuck_on: Sequence[str], node: str, kept: st
 
 def kept_history(history: tuple[JobAttempt, ...]) -> tuple[JobAttempt, ...]:
     """The earlier attempts that are kept. Those that `may_retry` counts stay the longest; beside them the newest one
-    after which nodes changed, which tells what its lease had left of its time (`elastic_jobs.spec_of_attempt`)."""
+    after which nodes changed, which tells what its lease had left of its time (`declared_ends.spec_of_attempt`)."""
     newest = max((at for at, one in enumerate(history) if one.regrouped), default=None)
     while len(history) > MAX_HISTORY + (newest is not None):
         kept = (at for at in range(len(history)) if at != newest)

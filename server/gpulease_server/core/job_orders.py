@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpulease_protocol.model import JobMember
 from gpulease_protocol.node_protocol import GangPlace, JobOrder
-from gpulease_server.core.elastic_jobs import spec_of_attempt
+from gpulease_server.core.declared_ends import spec_of_attempt
 from gpulease_server.core.gang_run import failure_of, must_stop, stop_grace_s
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.presentation import job_view

@@ -9,6 +9,7 @@ from typing import Any
 from gpulease_protocol.durations import LONGEST_S
 from gpulease_protocol.explanation import Obstacle
 from gpulease_protocol.model import Demand, GpuState, Lease, Liveness
+from gpulease_server.core.declared_ends import spec_of_attempt
 from gpulease_server.core.explain.gpu_reasons import on_node_out_of_use, why_not_free, why_reserved
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, observed_at, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants
@@ -159,9 +160,10 @@ def _end(ledger: Ledger, record: LeaseRecord, now: Instant) -> tuple[datetime | 
     lease, last_s = record.lease, last_moment_s(ledger, record, now)
     last = None if last_s is None else wall_clock(now, last_s)
     job = ledger.live_jobs.get(lease.job_id or "")
-    if job is not None and job.spec.timeout_s is not None and job.job.started_at is not None:
+    left_s = None if job is None else spec_of_attempt(job, lease).timeout_s
+    if job is not None and left_s is not None and job.job.started_at is not None:
         # Releases before this one let a job last longer than a calendar reaches.
-        over = job.job.started_at + timedelta(seconds=min(job.spec.timeout_s, LONGEST_S))
+        over = job.job.started_at + timedelta(seconds=min(left_s, LONGEST_S))
         last = over if last is None else min(last, over)
     deadline_s = ledger.deadlines.get(lease.id)
     until = None if deadline_s is None else wall_clock(now, deadline_s)

@@ -136,6 +136,12 @@ function JobEvents({ job, events, data }) {
   return html`<${Trouble} answer=${events} /><ol class="events">${(events.value?.items ?? []).map((event) => html`<${EventLine} key=${event.seq} event=${{ ...event, ...eventPlace(event, devices), holder: null, job: "", job_id: null, lease_id: event.lease_id === job.lease_id ? null : event.lease_id }} ids=${true} />`)}</ol>`;
 }
 
+function timeLeft(job) {
+  if (!job.started_at || job.ended_at) return "";
+  if (job.attempt_history.at(-1)?.regrouped) return " for all attempts under its lease";
+  return `, ${duration((Date.parse(job.started_at) - nowMs()) / 1000 + job.timeout_s)} left`;
+}
+
 function Facts({ job }) {
   return html`<section class="sheet" aria-labelledby="facts-title"><div class="head"><h2 id="facts-title">Job</h2></div><dl class="pairs">
     <${Pair} name="Id"><code>${job.id}</code><//>
@@ -145,7 +151,7 @@ function Facts({ job }) {
     <${Pair} name="Submitted"><${Moment} at=${job.created_at} /><//>
     <${Pair} name="Started">${job.started_at ? html`<${Moment} at=${job.started_at} /> <span class="quiet">after ${duration((Date.parse(job.started_at) - Date.parse(job.created_at)) / 1000)}</span>` : "-"}<//>
     ${job.ended_at && html`<${Pair} name="Ended"><${Moment} at=${job.ended_at} /><//>`}
-    ${job.timeout_s && html`<${Pair} name="Time limit">${duration(job.timeout_s)}${job.started_at && !job.ended_at ? `, ${duration((Date.parse(job.started_at) - nowMs()) / 1000 + job.timeout_s)} left` : ""}<//>`}
+    ${job.timeout_s && html`<${Pair} name="Time limit">${duration(job.timeout_s)}${timeLeft(job)}<//>`}
     ${job.priority !== "normal" && html`<${Pair} name="Priority">${plain(job.priority)}<//>`}
     ${job.preemptible && html`<${Pair} name="Preemptible">${job.preempted < 2 ? "it may end, after a notice, for the first request that waits; then it is queued again" : "no more, as it was preempted twice"}<//>`}
     <${Pair} name="Attempts">${job.attempts} of ${(job.retries ?? 0) + 1}<//>
