@@ -21,10 +21,18 @@ class Option(click.Option):
     ) -> None:
         more.setdefault("show_default", more.get("default", "") not in ("", ()))
         super().__init__(*names, **more)
+        self.takes_nothing = "default" in more
+        """May be empty, as a default of "" is; else nothing would be taken for an option that was left out."""
         self.heading = heading
         self.kind = kind
         self.derive = derive
         """Makes the default from the values of all settings, where it depends on the host or on others."""
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """The value in its type. Fails for one that is empty, as a variable of a shell is that is not set."""
+        if not self.takes_nothing and (value == "" or (self.multiple and "" in value)):
+            raise click.BadParameter("must not be empty; was a variable to be here, and is unset?", ctx, self)
+        return super().type_cast_value(ctx, value)
 
 
 class Argument(click.Argument):

@@ -17,7 +17,7 @@ from gpulease_cli import names
 from gpulease_cli.commands.job_list import Filter, _fetch
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.model import Job, Launcher, Page
-from gpulease_protocol.requests import ArrayRequest
+from gpulease_protocol.requests import ArrayRequest, LeaseRequest
 from gpulease_protocol.tokens import Role
 from tests.cli.programs import Program
 
@@ -225,6 +225,32 @@ def test_a_variable_that_is_unset_cancels_nothing(client: Client, gpulease: Prog
             assert gpulease(*command).returncode == 2
     finally:
         client.cancel_job(unnamed.id, 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("events", "--lease="), ("events", "--kind="), ("timeline", "--node="), ("jobs", "-u", ""),
+        ("usage", "--user="), ("run", "--node=", "--", "true"), ("acquire", "--model="),
+        ("submit", "--model=", "--", "true"),
+    ],
+)  # fmt: skip
+def test_a_variable_that_is_unset_is_no_option_that_was_left_out(gpulease: Program, words: tuple[str, ...]) -> None:
+    """It would show the events of everyone, and take a GPU of any model."""
+    refused = gpulease(*words)
+    assert refused.returncode == 2, refused.stdout
+    option = next(word for word in words if word.startswith("-")).rstrip("=")
+    assert f"{option}: must not be empty" in refused.stderr.replace("-u/--user", "-u")
+
+
+def test_explain_of_a_variable_that_is_unset_is_not_of_the_shells_own_lease(client: Client, gpulease: Program) -> None:
+    lease = client.request_lease(LeaseRequest(count=1, queue=False))
+    try:
+        refused = gpulease("explain", "", GPULEASE_LEASE_ID=lease.id)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "is unset?" in refused.stderr
+    finally:
+        client.release(lease.id, lease.fencing_token)
 
 
 def test_several_are_waited_for_and_the_first_failure_counts(client: Client, gpulease: Program) -> None:

@@ -105,8 +105,6 @@ def cancel(words: tuple[str, ...], mine: bool, name: str | None, yes: bool, grac
     """End jobs, or all jobs of an array; queued jobs are withdrawn."""
     if not words and not mine and name is None:
         raise click.UsageError("JOB... is missing; --mine is for all of yours", click.get_current_context())
-    if name == "":
-        raise InvalidRequest("--name: must not be empty.", remedy="Was a variable to be here, and is unset?")
     with Client() as client:
         found = {job.id: job for word in words for job in names.find_jobs(client, word, single=True)}
         several = mine or name is not None

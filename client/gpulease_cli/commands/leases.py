@@ -85,8 +85,8 @@ def explain(lease: str | None, json: bool) -> None:
 
 def lease_or_job(word: str | None) -> str:
     """What was typed for a lease or a job; without it the surrounding lease. Raises UsageError where there is none."""
-    word = word or os.environ.get(LEASE_VARIABLE)
-    if not word:
+    word = (os.environ.get(LEASE_VARIABLE) or None) if word is None else word
+    if word is None:
         raise click.UsageError("LEASE|JOB is missing, and this shell has no lease", click.get_current_context())
     return word
 
