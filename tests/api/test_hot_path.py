@@ -160,6 +160,7 @@ FIELDS: list[list[tuple[str, str]]] = [
     *([("Authorization", "Bearer a"), ("Authorization", "Bearer b")], [("Authorization", "Bearer \xe9")]),
     *([("Idempotency-Key", "one")], [("Idempotency-Key", "one")], [("Idempotency-Key", "")]),
     *([("Idempotency-Key", "x" * 201)], [("Idempotency-Key", "\xe9")]),
+    [("Idempotency-Key", "one"), ("Idempotency-Key", "one")],
     *([("If-None-Match", "*")], [("If-None-Match", '"x"')], [("Accept-Encoding", "gzip")], [("Accept-Encoding", "br")]),
     *(
         [("Content-Type", "text/plain")],

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import time
+from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import quote
 
@@ -301,6 +302,21 @@ def test_the_same_key_gets_the_same_lease(api: DaemonProcess) -> None:
     assert ask(api, {"count": 2}, **key).problem() == (422, "idempotency_mismatch")
     job = {"command": ["x.py"]}
     assert api.call("POST", "/v1/jobs", job, **key).problem() == (422, "idempotency_mismatch")
+
+
+@pytest.mark.parametrize("path", ["/v1/leases", "/v1/jobs"])
+def test_two_keys_are_refused(api: DaemonProcess, path: str) -> None:
+    """A proxy adds one of its own: with only the first of them a repetition would be another request."""
+    body = json.dumps({"count": 1} if path == "/v1/leases" else {"command": ["x.py"]}).encode()
+    connection = HTTPConnection("127.0.0.1", api.port, timeout=60)
+    connection.putrequest("POST", path)
+    for name, value in (("Idempotency-Key", "own"), ("Idempotency-Key", "added"), ("Content-Length", str(len(body)))):
+        connection.putheader(name, value)
+    connection.endheaders(body)
+    refused = json.load(connection.getresponse())
+    connection.close()
+    assert (refused["status"], refused["code"]) == (422, "invalid_request")
+    assert refused["detail"] == "Idempotency-Key: is given 2 times."
 
 
 def test_the_key_of_a_lease_that_has_ended_gets_410_and_no_environment(api: DaemonProcess) -> None:

@@ -186,11 +186,13 @@ async def idempotency_key(request: Request) -> IdempotencyKey | None:
 
     Keys are kept apart by user: two users who choose the same one do not share a lease.
     """
-    key = request.headers.get("idempotency-key")
-    if key is None:
+    keys = request.headers.getlist("idempotency-key")
+    if not keys:
         return None
+    if len(keys) > 1:  # a proxy may have added one: which of them a repetition has too is not known
+        raise InvalidRequest(f"Idempotency-Key: is given {len(keys)} times.", remedy="Give it once.")
     caller: Caller = getattr(request.state, "caller", ANONYMOUS)
-    return key_of(key, caller, f"{request.method} {request.url.path}", await read_body(request))
+    return key_of(keys[0], caller, f"{request.method} {request.url.path}", await read_body(request))
 
 
 def key_of(key: str, caller: Caller, operation: str, body: bytes) -> IdempotencyKey:
