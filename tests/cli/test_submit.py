@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import venv
@@ -245,3 +247,20 @@ def test_a_directory_that_was_removed_is_said(place: Path) -> None:
     assert submitted.returncode == 2
     assert "the current directory has been removed" in submitted.stderr
     assert "Traceback" not in submitted.stderr
+
+
+def test_ctrl_c_before_the_answer_says_that_the_job_may_have_been_submitted() -> None:
+    """Who takes it for not submitted submits it again, and has two trainings that write to one directory."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "gpulease_cli", "submit", "--", "true"]
+        with subprocess.Popen(command, env=environ(GPULEASE_URL=url), stderr=subprocess.PIPE, text=True) as submitting:
+            connection, _ = silent.accept()
+            with connection:
+                connection.settimeout(60)
+                assert connection.recv(5) == b"POST "
+                submitting.send_signal(signal.SIGINT)
+                _, said = submitting.communicate(timeout=60)
+    assert submitting.returncode == 130
+    assert "the job may have been submitted: `gpulease jobs --mine` shows it" in said

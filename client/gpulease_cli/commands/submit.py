@@ -237,6 +237,9 @@ def _submit(client: Client, request: JobRequest) -> Job:
         if error.detail.startswith("after: ") and "only its success" in error.detail:
             raise InvalidRequest(error.detail, remedy="Leave it out, or wait for any end: --after any:JOB") from error
         raise
+    except KeyboardInterrupt:
+        output.say("\ngpulease: interrupted; the job may have been submitted: `gpulease jobs --mine` shows it\n")
+        raise
 
 
 def _problem(request: JobRequest, launcher: Launcher) -> submitted_command.Problem | None:
