@@ -7,15 +7,19 @@ of them.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from gpulease.client import Client
 from gpulease.sansio.failover import Failover
 from gpulease.sansio.release_retries import DEBTS, Debt
+from gpulease_protocol import endpoints
+from gpulease_protocol.requests import LeaseRequest
 
 KEEP_TRYING_S = 3600.0
 """How long that process waits for a daemon."""
@@ -28,19 +32,35 @@ def settled_later(client: Client) -> Iterator[None]:
     try:
         yield
     finally:
-        owed = [debt.lease_id for debt in DEBTS.owed_to(client.destination) if debt.lease_id is not None]
+        owed = [_written(debt) for debt in DEBTS.owed_to(client.destination)]
         if owed:
             nothing = subprocess.DEVNULL
             command = [sys.executable, "-P", "-m", "gpulease_cli.owed", *owed]
             subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
 
 
-def main(lease_ids: list[str]) -> None:
+def _written(debt: Debt) -> str:
+    """A debt as text: the id of a lease, or the request of which no one knows whether it arrived."""
+    if debt.request is None:
+        return json.dumps({"lease_id": debt.lease_id})
+    return json.dumps({"body": debt.request.body, "key": debt.request.idempotency_key})
+
+
+def _read(text: str, failover: Failover) -> Debt:
+    match json.loads(text):
+        case {"lease_id": lease_id}:
+            return Debt(failover, lease_id=lease_id)
+        case {"body": body, "key": key}:
+            return Debt(failover, request=replace(endpoints.request_lease(LeaseRequest(), key), body=body))
+    raise ValueError(text)
+
+
+def main(owed: list[str]) -> None:
     """Withdraw these requests, or release them if they were granted, as soon as a daemon answers."""
     until_s = time.monotonic() + KEEP_TRYING_S
     with Client() as client:
-        for lease_id in lease_ids:
-            DEBTS.add(Debt(Failover(client.destination), lease_id=lease_id))
+        for text in owed:
+            DEBTS.add(_read(text, Failover(client.destination)))
         DEBTS.settle_in_background()
         while DEBTS.owed_to(client.destination) and time.monotonic() < until_s:
             time.sleep(POLL_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import pytest
 
 from gpulease import Client, LeaseState
 from tests.cli.programs import environ, wait_until
-from tests.daemon import daemon
+from tests.daemon import PATIENT, DaemonProcess, daemon
 
 GPULEASE = [sys.executable, "-m", "gpulease_cli"]
 
@@ -64,6 +65,35 @@ def test_a_request_is_withdrawn_also_when_acquire_is_ended_while_the_daemon_is_a
         running.start()
         wait_until(lambda: not client.leases(LeaseState.QUEUED))
         assert held(client) == 1
+
+
+def test_a_request_without_an_answer_is_withdrawn_when_acquire_has_ended(tmp_path: Path) -> None:
+    """It has arrived, and the daemon went away before it answered: no one knows its id."""
+    running = DaemonProcess(tmp_path / "d", "--simulate", "4", environment=PATIENT)
+    command = ["env", "--default-signal=INT", *GPULEASE, "acquire", "--wait", "1h", "--node", "any", "--detach"]
+    with socket.create_server(("127.0.0.1", running.port)) as away:
+        away.settimeout(60)
+        with subprocess.Popen(command, env=environ(GPULEASE_URL=running.url), stderr=subprocess.PIPE) as waiting:
+            connection, _ = away.accept()
+            with connection:
+                connection.settimeout(60)
+                sent = connection.recv(65536)
+                assert sent.startswith(b"POST /v1/leases"), sent
+                while not sent.endswith(b"}"):
+                    sent += connection.recv(65536)
+                away.close()
+                waiting.send_signal(signal.SIGINT)
+            assert waiting.wait(60) == 130
+    try:
+        running.start()
+        with socket.create_connection(("127.0.0.1", running.port), 60) as arriving:
+            arriving.sendall(sent)
+            assert arriving.recv(65536)  # 201, or 410 where it has been withdrawn before
+        with Client(running.url) as client:
+            wait_until(lambda: client.leases(LeaseState.ENDED))
+            assert held(client) == 0
+    finally:
+        running.stop()
 
 
 @pytest.mark.parametrize(("place", "code"), [("/dev/full", 1), ("a closed pipe", 141)])
