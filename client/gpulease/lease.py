@@ -39,8 +39,8 @@ from types import TracebackType
 from typing import Literal, NoReturn, Protocol, TypeVar
 
 from gpulease.cuda import index_mask, ranks
-from gpulease.sansio.failover import Destination
-from gpulease.sansio.release_retries import is_answer
+from gpulease.sansio.failover import Destination, Failover
+from gpulease.sansio.release_retries import DEBTS, Debt, is_answer
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import GpuleaseError, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.host.process_id import ProcessId
@@ -79,12 +79,7 @@ class LeaseClient(Protocol):
         """As `Client.send`."""
 
     def release(
-        self,
-        lease_id: str,
-        fencing_token: int | None,
-        *,
-        retry_s: float | None = None,
-        timeout_s: float | None = None,
+        self, lease_id: str, fencing_token: int | None, *, retry_s: float | None = None, timeout_s: float | None = None
     ) -> Lease:
         """As `Client.release`."""
 
@@ -235,13 +230,20 @@ class HeldLease:
         if not self.is_holder:
             return
         was_stopped = self._stopped.is_set()
-        self._stopped.set()
         try:
-            self._join()
-        finally:  # Ctrl-C meanwhile
-            with self._releasing:
-                if not self._released:
-                    self._release(was_stopped)
+            self._stopped.set()
+            try:
+                self._join()
+            finally:  # Ctrl-C meanwhile
+                with self._releasing:
+                    if not self._released:
+                        self._release(was_stopped)
+        except BaseException as error:
+            if not (self._released or isinstance(error, GpuleaseError)):  # Ctrl-C before the client could say or owe it
+                DEBTS.owe(
+                    Debt(Failover(self._client.destination), self.id, None, self.fencing_token, granted_too=False)
+                )
+            raise
 
     def _release(self, was_stopped: bool) -> None:
         try:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from gpulease import AsyncClient, Client, DaemonUnavailable, JobRequest
-from gpulease.lease import renew_timeout_s
+from gpulease.lease import HeldLease, renew_timeout_s
 from gpulease.sansio.failover import Destination, Failover
 from gpulease.sansio.flows import Flows, lease_request
 from gpulease.sansio.release_retries import DEBTS, Debt, is_answer
@@ -50,6 +54,38 @@ def test_a_block_that_ends_without_the_daemon_releases_its_lease_later(
     if fault is None:
         daemon.start()
     until(lambda: is_released(daemon) and not owed_by(client))
+
+
+def test_ctrl_c_at_any_line_of_a_release_gives_the_lease_back(client: Client, daemon: FakeDaemon, until: Until) -> None:
+    """Its threads no longer renew it, but a daemon that sees this process live would keep it."""
+    bodies = {f.__code__ for f in (HeldLease.release, HeldLease._release, HeldLease._join)}
+    stopped_at: list[int] = []
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal lines
+        if frame.f_code not in bodies:
+            return None
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and lease._stopped.is_set() and source != "try:":  # Python handles no signal there
+            lines -= 1
+            if lines == 0:
+                stopped_at.append(frame.f_lineno)
+                raise KeyboardInterrupt
+        return trace
+
+    for number in range(1, 100):
+        lease, lines, before = client.lease(1), number, len(stopped_at)
+        with suppress(KeyboardInterrupt):
+            sys.settrace(trace)
+            try:
+                lease.release()
+            finally:
+                sys.settrace(None)
+        until(lambda: daemon.leases[lease.id]["end_reason"] == "released")  # noqa: B023 - called in this round
+        lease.release()
+        if len(stopped_at) == before:
+            break
+    assert len(stopped_at) > 10
 
 
 def test_no_process_asks_again_before_it_has_said_what_it_owes(daemon: FakeDaemon, client: Client, monkeypatch) -> None:

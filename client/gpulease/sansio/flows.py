@@ -188,8 +188,7 @@ class Flows:
             return (yield from self.send(endpoints.release(lease_id, fencing_token), retry_s, timeout_s))
         except BaseException as error:
             if not is_answer(error):
-                DEBTS.add(Debt(self.failover, lease_id=lease_id, fencing_token=fencing_token, granted_too=False))
-                DEBTS.settle_in_background()
+                DEBTS.owe(Debt(self.failover, lease_id=lease_id, fencing_token=fencing_token, granted_too=False))
             raise
 
     def wait_job(self, job_id: str, wait_s: float | None, until: Callable[[Job], bool]) -> Flow[Job]:

@@ -119,6 +119,11 @@ class Debts:
         with self._changed:
             self._debts.append(debt)
 
+    def owe(self, debt: Debt) -> None:
+        """Owe this, and have the thread settle it."""
+        self.add(debt)
+        self.settle_in_background()
+
     def owed_to(self, destination: Destination) -> list[Debt]:
         """Releases and withdrawals that are owed to a daemon of this destination, oldest first."""
         with self._changed:
