@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.daemon import DaemonProcess, daemon
-from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.conftest import Watched, watching, whole_answer
 from tests.dashboard.test_page import ask, card, row, submit
 from tests.failover_pair import pair
 from tests.http_as_user import call
@@ -122,6 +122,23 @@ def test_a_page_whose_files_do_not_all_arrive_says_so_and_loads_itself_again(wat
     page.unroute(f"**/dashboard/{file}")
     expect(card(page, 0)).to_be_visible()
     assert lost
+    assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_a_page_with_files_of_two_releases_says_so_and_loads_itself_again(watched: Watched) -> None:
+    """A browser that goes back, or opens its tabs again, takes some from its cache without asking."""
+    page, given = watched.page, []
+
+    def give_another(route: Route) -> None:
+        given.append(route.request.url)
+        route.fulfill(response=whole_answer(route), body="export const GIB = 1;")
+
+    page.route("**/dashboard/format.js", give_another)
+    page.goto(watched.running.url)
+    expect(page.get_by_role("alert")).to_contain_text("of another release")
+    page.unroute("**/dashboard/format.js")
+    expect(card(page, 0)).to_be_visible()
+    assert given
     assert page.evaluate("sessionStorage.length") == 0
 
 

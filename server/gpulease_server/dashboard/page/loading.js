@@ -1,4 +1,4 @@
-// Loads the page again when one of its modules did not arrive: nothing else of it runs then.
+// Loads the page again when one of its modules did not arrive or does not fit the others: nothing else of it runs then.
 // It imports nothing, so that it needs no other file.
 
 const KEY = "gpulease.loads";
@@ -47,24 +47,23 @@ function tell() {
   notice.className = "notice";
   notice.setAttribute("role", "alert");
   notice.textContent =
-    "This page is not complete: one of its files did not arrive. It is loaded again in some seconds. `gpulease status` shows the GPUs.";
+    "This page is not complete: one of its files did not arrive, or is of another release. It is loaded again in some seconds. `gpulease status` shows the GPUs.";
   document.getElementById("app")?.replaceChildren(notice);
   document.title = "! gpulease";
 }
 
 let failed = false;
 
+function fail() {
+  if (failed) return;
+  failed = true;
+  tell();
+  waitAndLoad();
+}
+
 // Loading errors do not bubble. The script element of main.js tells of all modules that it needs.
-addEventListener(
-  "error",
-  (event) => {
-    if (failed || !(event.target instanceof HTMLScriptElement)) return;
-    failed = true;
-    tell();
-    waitAndLoad();
-  },
-  true,
-);
+addEventListener("error", ({ target }) => target instanceof HTMLScriptElement && fail(), true);
 addEventListener("load", () => {
+  if (!document.getElementById("app")?.firstChild) fail(); // all arrived, and do not fit together: they are of two releases
   if (!failed) keep(0);
 });
