@@ -156,6 +156,16 @@ def test_ranks_are_plotted_and_a_straggler_and_stalls_are_named(
     running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
 
 
+def test_who_goes_to_a_job_is_at_its_heading(watched: Watched, running: DaemonProcess) -> None:
+    """It is there before the job is: another in its place would take the focus from a reader of the screen."""
+    job = submit(running, "true", name="tiny")
+    page = watched.open("#/jobs")
+    page.locator("main").get_by_role("link", name="tiny").first.click()
+    expect(page.get_by_text(job["lease_id"])).to_be_visible()
+    expect(page.get_by_role("heading", level=1)).to_have_text("tiny")
+    expect(page.get_by_role("heading", level=1)).to_be_focused()
+
+
 def test_a_log_follows_and_stops_when_the_reader_scrolls(
     watched: Watched, running: DaemonProcess, tmp_path: Path
 ) -> None:

@@ -28,15 +28,14 @@ export function JobPage({ data, id, query }) {
   const path = `v1/jobs/${encodeURIComponent(id)}`;
   const [over, setOver] = useState(false); // an ended job does not change
   const answer = useAnswer(path, over ? null : JOB_MS);
-  const { value: job, again } = answer;
+  const job = answer.value;
   useEffect(() => setOver(Boolean(job?.ended_at)), [job?.ended_at]);
   const metrics = useAnswer(job?.attempts ? `${path}/metrics?points=${POINTS}` : null, over ? null : METRICS_MS);
   const events = useAnswer(`v1/events?job=${encodeURIComponent(id)}&order=desc&limit=50`, over ? null : JOB_MS);
-  if (!job)
-    return html`<section class="sheet"><div class="head"><h1 tabindex="-1">Job <span class="id">${plain(id)}</span></h1></div>${answer.problem ? html`<${Trouble} answer=${answer} />` : html`<p class="none">Loading...</p>`}</section>`;
+  if (!job) return html`<${Head} key="head" id=${id} answer=${answer} />`;
   return html`
     <${Trouble} answer=${answer} />
-    <${Head} job=${job} metrics=${metrics.value} data=${data} onDone=${again} />
+    <${Head} key="head" id=${id} answer=${answer} metrics=${metrics.value} data=${data} />
     <${Metrics} job=${job} metrics=${metrics} query=${query} />
     <${Log} job=${job} ranks=${ranksOf(job)} query=${query} />
     <div class="two">
@@ -51,7 +50,11 @@ function ranksOf(job) {
   return job.launcher === "plain" ? 0 : job.gpus.length || (job.gpu_count ?? 0);
 }
 
-function Head({ job, metrics, data, onDone }) {
+/** Its heading is there before the job: it may have the focus. */
+function Head({ id, answer, metrics, data }) {
+  const { value: job, problem, again } = answer;
+  if (!job)
+    return html`<section class="sheet job-head" aria-labelledby="title"><div class="head"><h1 id="title" tabindex="-1">Job <span class="id">${plain(id)}</span></h1></div>${problem ? html`<${Trouble} answer=${answer} />` : html`<p class="none">Loading...</p>`}</section>`;
   const several = data.nodes.items.length > 1;
   const nodes = [...new Set(job.gpus.map((gpu) => gpu.node))];
   const held = metrics?.gpu_hours_held;
@@ -65,7 +68,7 @@ function Head({ job, metrics, data, onDone }) {
       ${held !== undefined && html`<span class="facts">${gpuHours(used)} of ${gpuHours(held)} GPU-hours used${held > 0 && !unknown ? ` (${percent(used / held)})` : ""}</span>`}
       ${
         may(data.me, "cancelJob", job.user) &&
-        html`<${Action} verb="Cancel" offered=${job.ended_at === null} subject=${jobName(job)} path=${`v1/jobs/${encodeURIComponent(job.id)}/cancel`} onDone=${onDone}
+        html`<${Action} verb="Cancel" offered=${job.ended_at === null} subject=${jobName(job)} path=${`v1/jobs/${encodeURIComponent(job.id)}/cancel`} onDone=${again}
         consequence=${`It is told to stop, and after 35 s all its processes are ended. ${job.gpus.length ? `Its ${job.gpus.length} GPUs are given back.` : "It leaves the queue."}`} />`
       }
     </div>
