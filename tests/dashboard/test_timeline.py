@@ -317,6 +317,27 @@ def test_times_of_day_are_marked_through_a_change_of_the_clock(modules: Path) ->
     assert found[1][0] - found[0][0] == 7 * HOUR_S
 
 
+@pytest.mark.parametrize(
+    ("evening", "hours"),
+    [
+        (datetime(2026, 3, 29, 21, tzinfo=UTC), ["23:00", "Mon 30 Mar", "01:00"]),
+        (datetime(2026, 10, 25, 22, tzinfo=UTC), ["23:00", "Mon 26 Oct", "01:00"]),
+    ],
+)
+def test_the_evening_of_a_day_with_23_or_25_hours_is_marked_once(
+    modules: Path, evening: datetime, hours: list[str]
+) -> None:
+    """Of 24 hours from midnight, the last would be in the next day, or none would be left for the last hour."""
+    program = """
+        import { ticks } from "./parts/timeline_layout.js";
+        process.env.TZ = "Europe/Berlin";
+        console.log(JSON.stringify(ticks(given, 1000).map(({ text }) => text)));
+    """
+    found = in_node(modules, program, [evening.timestamp(), evening.timestamp() + 2 * HOUR_S])
+    assert [text for text in found if not text.endswith((":15", ":30", ":45"))] == hours
+    assert len(found) == len(set(found)) == 9
+
+
 def test_only_what_is_seen_is_drawn(modules: Path) -> None:
     """T5: of bars on the same pixels only one is; none outside the window."""
     program = """

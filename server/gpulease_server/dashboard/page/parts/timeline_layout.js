@@ -183,13 +183,16 @@ export function ticks([from, to], width) {
   const day = new Date(1000 * from);
   day.setHours(0, 0, 0, 0);
   while (day.getTime() <= 1000 * to) {
-    for (let sinceS = 0; sinceS < Math.max(DAY_S, step); sinceS += step) {
-      const at = new Date(day);
-      if (step < HOUR_S) at.setTime(day.getTime() + 1000 * sinceS);
-      else at.setHours(sinceS / HOUR_S); // a day may have 23 or 25 hours
-      if (at.getTime() >= 1000 * from && at.getTime() <= 1000 * to) found.push(tickOf(at.getTime() / 1000));
+    const next = new Date(day); // after 23 or 25 hours, where the clocks change
+    next.setDate(day.getDate() + Math.max(1, step / DAY_S));
+    for (let sinceS = 0, at = new Date(day); at < next; sinceS += step) {
+      const atS = at.getTime() / 1000;
+      if (atS >= from && atS <= to && found.at(-1)?.at !== atS) found.push(tickOf(atS));
+      at = new Date(day);
+      if (step < HOUR_S) at.setTime(day.getTime() + 1000 * (sinceS + step));
+      else at.setHours((sinceS + step) / HOUR_S);
     }
-    day.setDate(day.getDate() + Math.max(1, step / DAY_S));
+    day.setTime(next.getTime());
   }
   return found;
 }
