@@ -146,6 +146,43 @@ def test_a_stream_is_read_in_pieces_of_any_size(modules: Path, size: int) -> Non
     assert said == ["6", "7", ["lease.granted", '{"seq": 7}'], "8", ["x", "one\ntwo"], "9"]
 
 
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("03:00", "2026-03-29T01:00:00.000Z"),
+        ("14:00", "2026-03-28T13:00:00.000Z"),
+        ("2026-03-28 03:00", "2026-03-28T02:00:00.000Z"),
+        ("2026-03-28T03:00Z", "2026-03-28T03:00:00.000Z"),
+        ("2028-02-29 03:00", "2028-02-29T02:00:00.000Z"),
+        ("2026-02-30 03:00", None),
+        ("2026-02-29T03:00Z", None),
+        ("2026-13-01 03:00", None),
+        ("9999-12-31 23:59", None),
+        ("0000-01-01 00:00", None),
+        ("24:00", None),
+    ],
+)
+def test_a_time_to_look_at_is_one_that_there_is(modules: Path, text: str, moment: str | None) -> None:
+    """In the address it is the same one for a reader in another zone."""
+    program = """
+        import { momentOf } from "./views/events.js";
+        process.env.TZ = "Europe/Berlin";
+        const atMs = momentOf(given, Date.UTC(2026, 2, 29, 10));
+        console.log(JSON.stringify(atMs === null ? null : new Date(atMs)));
+    """
+    assert in_node(modules, program, text) == moment
+
+
+def test_a_zoom_of_an_address_is_one_that_there_may_be(modules: Path) -> None:
+    """Of others, such as milliseconds, the page could not be drawn."""
+    program = """
+        import { zoomOf } from "./parts/history_plots.js";
+        console.log(JSON.stringify(given.map(([from, to]) => zoomOf({ from, to }))));
+    """
+    given = [["1764300000", "1764343200"], ["1e15", "1e16"], ["1764300000000", "1764343200000"], ["-5", "9"]]
+    assert in_node(modules, program, given) == [[1764300000, 1764343200], None, None, None]
+
+
 def test_the_page_uses_the_daemons_clock(modules: Path) -> None:
     said = in_node(
         modules,

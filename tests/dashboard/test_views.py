@@ -441,8 +441,9 @@ def test_events_around_a_time_are_one_request(watched: Watched, running: DaemonP
     expect(page.locator("#events li").filter(has_text=submitted)).to_have_count(1)
     page.get_by_role("group", name="Kind").get_by_role("button", name="problems").click()
     expect(page.locator("#events li").filter(has_text=submitted)).to_have_count(0)
-    today = page.evaluate("new Date().toLocaleDateString('sv-SE')")
-    expect(page).to_have_url(re.compile(f"#.*at={today}"))  # it means the same tomorrow
+    today = page.evaluate("new Date().toISOString().slice(0, 10)")
+    expect(page).to_have_url(re.compile(f"#.*at={today}T.*Z"))  # it means the same tomorrow, and in another zone
+    expect(page.get_by_label("around")).to_have_value(re.compile(f"{now}$"))
     page.reload()
     expect(page.locator("#events .is-problem").filter(has_text=ended)).to_have_count(1)
     page.locator("#events").get_by_role("link", name="faulty").first.click()

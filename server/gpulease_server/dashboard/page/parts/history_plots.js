@@ -44,10 +44,12 @@ export function metricsLine(gpu, label) {
   return { label, times, ...Object.fromEntries(MEASURES.map((key) => [key, gpu[key]])) };
 }
 
+const END_S = 2 ** 36; // far from where times have no form any more
+
 /** The zoom that an address has. */
 export function zoomOf({ from, to }) {
   const zoom = [Number(from), Number(to)];
-  return from && to && zoom[1] > zoom[0] ? zoom : null;
+  return from && to && zoom[0] >= 0 && zoom[1] > zoom[0] && zoom[1] < END_S ? zoom : null;
 }
 
 /** Put a zoom into the address; null takes it out. */

@@ -9,10 +9,11 @@ import { Link, Moment, User } from "../parts/marks.js";
 import { setQuery } from "../route.js";
 
 const AROUND_MS = 1_800_000;
+const END_MS = Date.UTC(9999); // later ones have no form that the daemon reads
 const MOST = 1000;
 const KINDS = ["all", "problems", "lease", "job", "gpu", "node"];
 
-/** The whole view. `at` in the address is a time: 03:00, or 2026-11-26 03:00. */
+/** The whole view. `at` in the address is a time: 2026-11-26T02:00Z, so that it is the same one in every zone, or as it is typed. */
 export function Events({ data, q, query }) {
   const atMs = useMemo(() => momentOf(query.at ?? "", nowMs()), [query.at]); // 03:00 is not another one tomorrow
   const path =
@@ -27,7 +28,7 @@ export function Events({ data, q, query }) {
   return html`<section class="sheet" aria-labelledby="title">
     <div class="head"><h1 id="title" tabindex="-1">Events</h1>
       <div class="choice" role="group" aria-label="Kind">${KINDS.map((kind) => html`<button type="button" key=${kind} aria-pressed=${kind === (query.kind ?? "all")} onClick=${() => setQuery({ kind: kind === "all" ? "" : kind })}>${kind}</button>`)}</div>
-      <form class="at" onSubmit=${jump}><label>around <input name="at" type="text" size="16" key=${query.at ?? ""} defaultValue=${query.at ?? ""} placeholder="03:00" autocomplete="off" /></label><button type="submit">Go</button>
+      <form class="at" onSubmit=${jump}><label>around <input name="at" type="text" size="16" key=${query.at ?? ""} defaultValue=${atMs === null ? (query.at ?? "") : dated(atMs)} placeholder="03:00" autocomplete="off" /></label><button type="submit">Go</button>
         ${query.at && html`<button type="button" onClick=${() => setQuery({ at: "" })}>Now</button>`}</form>
       <span class="facts">${atMs === null ? `the last ${data.events.length}` : `half an hour before and after, ${value?.next ? `only the last ${MOST} events` : `${views.length} of them`}`}</span></div>
     ${query.at && atMs === null && html`<p class="problem">“${plain(query.at)}” is no time: write 03:00, or 2026-11-26 03:00.</p>`}
@@ -43,10 +44,10 @@ function jump(event) {
   event.preventDefault();
   const text = new FormData(event.target).get("at")?.toString().trim() ?? "";
   const atMs = momentOf(text, nowMs());
-  setQuery({ at: atMs === null ? text : dated(atMs) });
+  setQuery({ at: atMs === null ? text : new Date(atMs).toISOString().replace(":00.000", "") });
 }
 
-/** A time with its day, so that an address means the same tomorrow. */
+/** A time with its day, as it is typed. */
 function dated(atMs) {
   return new Date(atMs).toLocaleString("sv-SE", { dateStyle: "short", timeStyle: "short" });
 }
@@ -55,14 +56,15 @@ function iso(atMs) {
   return new Date(atMs).toISOString().replace(".000", "");
 }
 
-/** The last time, not in the future, that a text names in this browser's zone; null if it names none. */
+/** The time that a text names, in this browser's zone where it has none; without a day the last one, not in the future. Null if it names none. */
 export function momentOf(text, beforeMs) {
-  const [, day = "", hours, minutes] = /^(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d?):(\d\d)$/.exec(text.trim()) ?? [];
+  const [, day = "", hours, minutes, zone] = /^(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d?):(\d\d)(Z?)$/.exec(text.trim()) ?? [];
   if (hours === undefined || Number(hours) > 23 || Number(minutes) > 59) return null;
   const time = `${hours.padStart(2, "0")}:${minutes}`;
   if (day) {
-    const atMs = new Date(`${day}T${time}`).getTime();
-    return Number.isNaN(atMs) ? null : atMs;
+    const atMs = new Date(`${day}T${time}${zone}`).getTime();
+    const isDay = new Date(`${day}T00:00Z`).toJSON()?.startsWith(day); // 30 February would be 2 March
+    return isDay && atMs >= 0 && atMs < END_MS ? atMs : null;
   }
   const today = new Date(beforeMs);
   today.setHours(Number(hours), Number(minutes), 0, 0);
