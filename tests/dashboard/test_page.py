@@ -186,6 +186,8 @@ def test_the_page_fits_a_phone(watched: Watched, running: DaemonProcess, hardwar
     views = ("now", "timeline", "usage", "queue", "jobs", "events", "wall")
     page = watched.open()
     expect(card(page, 3)).to_be_visible()
+    cut = "all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => getComputedStyle(one).overflowX)"
+    assert page.eval_on_selector_all(".card h3", cut) == ["hidden"]  # the model's name would lie on the state
     try:
         for width in (360, 390, 1440, 1920):
             page.set_viewport_size({"width": width, "height": 900})
