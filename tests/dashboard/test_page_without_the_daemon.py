@@ -242,6 +242,21 @@ def test_a_rate_limited_user_is_shown_everything_eventually(browser: Browser, tm
         expect(card(page, 1)).to_contain_text("free")
 
 
+@pytest.mark.parametrize("place", ["jobs/job-0123456789abcdef", "leases/lease-0123456789abcdef"])
+def test_what_there_is_not_is_asked_for_once_in_a_minute(watched: Watched, place: str) -> None:
+    """A tab that stays open at a job that was pruned asked two questions every 2 s."""
+    page, asked = watched.page, []
+    _, _, name = place.partition("/")
+    page.on("request", lambda one: asked.append(one.url) if name in one.url else None)
+    page.clock.install()
+    watched.open(f"#/{place}")
+    expect(page.get_by_role("alert")).to_contain_text(f"There is no {name.partition('-')[0]} {name}")
+    page.clock.run_for(45_000)
+    assert asked == [f"{watched.running.url}/v1/{place}"]
+    with page.expect_response(f"**/v1/{place}"):
+        page.clock.run_for(30_000)
+
+
 def test_a_hidden_page_sends_no_requests(watched: Watched, running: DaemonProcess) -> None:
     page = watched.open()
     hide(page)

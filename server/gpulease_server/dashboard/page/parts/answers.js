@@ -11,6 +11,7 @@ import { Moment, Refusal } from "./marks.js";
 
 const NOTHING = { value: null, problem: null, asOfMs: null };
 const LEAST_MS = 3000;
+const SELDOM_MS = 60_000;
 
 /**
  * The answer of a path. Asked again every `everyMs`; null: only by `again()`. No path, no question.
@@ -53,10 +54,11 @@ export function useAnswer(path, everyMs = null) {
   return { value, problem, asOfMs, again: () => asked.current() };
 }
 
-/** When to ask again after a refusal: as the daemon says, and once more even where nothing else would ask. */
+/** When to ask again after a refusal: as the daemon says, and once more even where nothing else would ask; seldom if it stays, as of what is unknown. */
 function waitAfter({ status, retryAfterS }, everyMs) {
   const passes = status === 0 || status === 429 || status === 503;
-  return passes ? Math.max(everyMs ?? LEAST_MS, LEAST_MS, 1000 * (retryAfterS ?? 0)) : everyMs;
+  if (passes) return Math.max(everyMs ?? LEAST_MS, LEAST_MS, 1000 * (retryAfterS ?? 0));
+  return everyMs === null || status >= 500 ? everyMs : Math.max(everyMs, SELDOM_MS);
 }
 
 /** Why there is no value, or why it is not current and how old it is; nothing where all is well. @param {{ answer: Answer }} props */

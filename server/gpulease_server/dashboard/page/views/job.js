@@ -31,7 +31,7 @@ export function JobPage({ data, id, query }) {
   const job = answer.value;
   useEffect(() => setOver(Boolean(job?.ended_at)), [job?.ended_at]);
   const metrics = useAnswer(job?.attempts ? `${path}/metrics?points=${POINTS}` : null, over ? null : METRICS_MS);
-  const events = useAnswer(`v1/events?job=${encodeURIComponent(id)}&order=desc&limit=50`, over ? null : JOB_MS);
+  const events = useAnswer(job && `v1/events?job=${encodeURIComponent(id)}&order=desc&limit=50`, over ? null : JOB_MS);
   if (!job) return html`<${Head} key="head" id=${id} answer=${answer} />`;
   return html`
     <${Trouble} answer=${answer} />

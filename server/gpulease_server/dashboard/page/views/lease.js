@@ -29,7 +29,8 @@ export function LeasePage({ data, id, query }) {
   const answer = useAnswer(`v1/leases/${encodeURIComponent(id)}`, over ? null : EVERY_MS);
   const { value: lease, again } = answer;
   useEffect(() => setOver(lease?.state === "ended"), [lease?.state]);
-  const events = useAnswer(`v1/events?lease=${encodeURIComponent(id)}&order=desc&limit=50`, over ? null : EVERY_MS);
+  const path = lease && `v1/events?lease=${encodeURIComponent(id)}&order=desc&limit=50`;
+  const events = useAnswer(path, over ? null : EVERY_MS);
   const head = html`<h1 id="title" tabindex="-1">Lease <span class="id">${plain(id)}</span></h1>`;
   if (!lease)
     return html`<section class="sheet"><div class="head">${head}</div>${answer.problem ? html`<${Trouble} answer=${answer} />` : html`<p class="none">Loading...</p>`}</section>`;
