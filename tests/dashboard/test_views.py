@@ -390,6 +390,19 @@ def test_a_wall_shows_64_gpus_without_a_scrollbar(browser: Browser, tmp_path: Pa
         watched.was_good()
 
 
+def test_a_tile_says_which_gpu_of_which_node_it_is(watched: Watched) -> None:
+    """Nodes of a cluster have long names that begin alike: no tile had a number, and all were called the same."""
+    changed(watched.page, "**/v1/gpus", node="gpu-node-of-the-lab-07.cluster.example.org")
+    page = watched.open("#/wall")
+    heads = page.locator(".tile h2")
+    expect(heads.filter(has_text="0…-the-lab-07")).to_have_count(1)
+    expect(heads.filter(has_text="1…-the-lab-07")).to_have_count(1)
+    expect(heads.filter(has_text="2n1")).to_have_count(1)
+    numbers = "all => all.map(one => one.getBoundingClientRect().left)"
+    assert heads.locator("span").evaluate_all(numbers) == heads.locator("a").evaluate_all(numbers)  # never cut off
+    watched.was_good()
+
+
 def test_a_wall_of_eight_gpus_shows_a_whole_name(browser: Browser, tmp_path: Path) -> None:
     """N9: a tile that is high is not always wide."""
     with daemon(tmp_path, "--simulate", "8") as running, watching(browser, running) as watched:

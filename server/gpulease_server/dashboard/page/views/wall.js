@@ -9,6 +9,7 @@ import { Sparkline } from "../parts/sparkline.js";
 import { purpose } from "./now.js";
 
 const NEXT = 3;
+const NODE_LETTERS = 12;
 const OLD_MS = 10_000;
 
 /** The whole view. */
@@ -40,6 +41,12 @@ function columnsFor(count, nodes) {
   return count <= 4 ? 2 : count <= 16 ? 4 : 8;
 }
 
+/** The end of a node's name, without its domain: nodes differ there. */
+function shortNode(name) {
+  const host = [...plain(/^[^.]*[a-z][^.]*/i.exec(name)?.[0] ?? name, 255)];
+  return host.length > NODE_LETTERS ? `…${host.slice(1 - NODE_LETTERS).join("")}` : host.join("");
+}
+
 /** Who is next in the queue. */
 function Next({ data }) {
   const views = queueViews(data, "");
@@ -49,7 +56,7 @@ function Next({ data }) {
 
 function Tile({ gpu, values, several }) {
   return html`<article class=${`tile is-${gpu.stateKey} ${gpu.user ? `hue-${hueOf(gpu.user)}` : ""}`} data-gpu=${gpu.index}>
-    <h2><${Link} view="gpus" id=${gpu.uuid} class="whole">${several && html`<small>${plain(gpu.node, 12)}</small>`}<span>${gpu.index}</span><//></h2>
+    <h2><${Link} view="gpus" id=${gpu.uuid} class="whole"><span>${gpu.index}</span>${several && html`<small>${shortNode(gpu.node)}</small>`}<//></h2>
     <${State} state=${gpu.stateKey} word=${gpu.word} />
     <p class="who">${gpu.user ? plain(gpu.user) : ""}</p>
     <p class="use">${gpu.state === "free" ? "" : percent(gpu.utilization_ratio)}</p>
