@@ -226,6 +226,11 @@ def test_high_contrast_shows_what_is_chosen_and_what_patterns_mean(browser: Brow
         assert "none" not in patterns
         assert len(set(patterns)) == len(patterns) > 3
         page.wait_for_function(DRAWS_IN_COLOUR)
+        ask(running, count=1, ttl_s=6000)
+        page.goto(f"{running.url}/#/usage")
+        held = page.locator(".usage-bar .held").first
+        held.wait_for(state="attached")
+        assert held.evaluate(style, "forcedColorAdjust") == "none"
         watched.was_good()
 
 
