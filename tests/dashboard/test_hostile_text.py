@@ -84,6 +84,22 @@ def test_a_name_from_right_to_left_leaves_what_follows_it_in_order(watched: Watc
     watched.was_good()
 
 
+def test_of_a_long_name_from_right_to_left_the_beginning_is_seen(watched: Watched, running: DaemonProcess) -> None:
+    """Its end was there in place of it."""
+    ask(running, count=1, label="\u05d0\u05d9\u05de\u05d5\u05df " * 8 + "\u05e2", ttl_s=6000)
+    what = card(watched.open(), 0).locator(".what")
+    expect(what).to_contain_text("\u05d0")
+    assert what.evaluate("one => one.scrollWidth > one.clientWidth"), "it is not long enough to be cut"
+    first = """one => {
+        const range = document.createRange();
+        range.setStart(one.firstChild, 0);
+        range.setEnd(one.firstChild, 1);
+        const [letter, box] = [range, one].map((each) => each.getBoundingClientRect());
+        return letter.left >= box.left && letter.right <= box.right + 1;
+    }"""
+    assert what.evaluate(first)
+
+
 def test_the_policy_stops_scripts_that_got_into_the_page(watched: Watched) -> None:
     page = watched.open()
     page.evaluate(
