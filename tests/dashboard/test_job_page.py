@@ -235,6 +235,26 @@ def test_frames_of_a_log_arrive_in_pieces_of_any_size(modules: Path, size: int) 
     assert found == [[one.at, one.content.decode()] for one in frames]
 
 
+def test_logs_in_many_windows_leave_connections_for_all_else(
+    browser: Browser, running: DaemonProcess, tmp_path: Path
+) -> None:
+    """HTTP/1.1 has six connections to a host: with five logs and the events, no other window was loaded."""
+    more = tmp_path / "more"
+    script = f"echo early; until [ -e {more} ]; do sleep .05; done; echo late; sleep 600"
+    job = submit(running, "sh", "-c", script, name="watched")
+    with watching(browser, running) as watched:
+        windows = [watched.open(f"#/jobs/{job['id']}")]
+        for _ in range(6):
+            windows.append(watched.page.context.new_page())
+            windows[-1].goto(f"{running.url}/#/jobs/{job['id']}")
+            expect(windows[-1].get_by_role("log").locator(".row")).to_have_text(["early"])
+        more.touch()
+        for window in windows:
+            expect(window.get_by_role("log").locator(".row")).to_have_text(["early", "late"])
+        watched.was_good()
+    running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
+
+
 def test_a_failed_job_says_why_first(watched: Watched, running: DaemonProcess) -> None:
     """J5, J8: reason and exit code, then the log; the attempts can be chosen."""
     job = submit(running, "sh", "-c", "echo out of memory; exit 7", name="broken", retries=1)

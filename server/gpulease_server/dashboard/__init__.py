@@ -43,6 +43,7 @@ that the pointer or the keyboard is at. `route.js` has the addresses (`#/jobs/ID
 | 429, 503 | waits as Retry-After says (10 minutes at most), shows the message, and continues with the page it was at |
 | a standby answers | shows its copy, and says which daemon the writer is and how old the copy is |
 | the page is hidden | ends its stream and all requests until it is visible again, but for a bell |
+| logs are followed in three windows | reads others every 3 s: a browser has six connections to a host |
 | a log is silent for 45 s, or its connection ends | asks for it again from where it was; after 5 minutes for its end |
 | a request of one view fails | it keeps what it had, and says of when that is (`parts/answers.js`) |
 | an event tells of a change | fetches what it concerns at once, three times in a row; then once a second |

@@ -13,6 +13,7 @@ const ROW = 18; // pixels
 const SPARE = 20; // rows drawn above and below
 const WRAPPED = 1000; // rows drawn where lines are wrapped, because their heights differ
 const AGAIN_MS = 3000;
+const SLOTS = [1, 2, 3]; // logs that keep a connection: a browser has six to a host, for all its windows together
 const LATE_MS = 300_000; // after longer only the end is read: much may have been written
 
 /** The log of a job. `ranks`: how many there are; 0 where the launcher knows none. */
@@ -69,7 +70,7 @@ function Rows({ lines, version, wrap, following, onFollow }) {
 function useLog(job, rank) {
   const lines = useRef(/** @type {any[]} */ ([]));
   const [state, setState] = useState(/** @type {any} */ ({ version: 0, problem: null }));
-  const path = `v1/jobs/${encodeURIComponent(job.id)}/logs?follow=true&frames=true${rank && rank !== "launcher" ? `&rank=${rank}` : ""}`;
+  const path = `v1/jobs/${encodeURIComponent(job.id)}/logs?frames=true${rank && rank !== "launcher" ? `&rank=${rank}` : ""}`;
   const started = job.attempts > 0;
   const isOver = useRef(false);
   isOver.current = job.ended_at !== null;
@@ -88,12 +89,14 @@ function useLog(job, rank) {
       over = new AbortController();
       const { signal } = over;
       if (log.isLate()) log = new FollowedLog();
+      const wasOver = isOver.current;
+      const take = (next) => {
+        lines.current = next;
+        setState((before) => ({ version: before.version + 1, problem: null }));
+      };
       try {
-        await log.read(path, signal, (next) => {
-          lines.current = next;
-          setState((before) => ({ version: before.version + 1, problem: null }));
-        });
-        if (!isOver.current) timer = setTimeout(read, AGAIN_MS); // the daemon stops, or this token does
+        await inSlot((follow) => log.read(`${path}&follow=${follow}`, signal, take));
+        if (!wasOver) timer = setTimeout(read, AGAIN_MS); // it is not followed, the daemon stops, or this token does
       } catch (error) {
         if (signal.aborted) return;
         const problem = asProblem(error);
@@ -111,6 +114,19 @@ function useLog(job, rank) {
     };
   }, [path, started, job.attempts]);
   return { lines: lines.current, ...state };
+}
+
+/** Read a log as it is written, by `read(true)`, while fewer than three windows do; else as far as it is now. */
+async function inSlot(read) {
+  if (!globalThis.navigator?.locks) return read(true); // over plain HTTP no window knows of another
+  for (const slot of SLOTS) {
+    const had = await navigator.locks.request(`gpulease-log ${slot}`, { ifAvailable: true }, async (lock) => {
+      if (lock) await read(true);
+      return lock !== null;
+    });
+    if (had) return undefined;
+  }
+  return read(false);
 }
 
 /** A log as far as it was read, which goes on there when its connection was lost. */
