@@ -36,7 +36,7 @@ that the pointer or the keyboard is at. `route.js` has the addresses (`#/jobs/ID
 | the daemon does not answer | says since when, stops all countdowns, retries after 1 s, 2 s, up to 15 s |
 | the event stream ends | reconnects with Last-Event-ID; meanwhile fetches everything every few seconds |
 | no stream can be opened | reads the last events in pages, whenever it tries to open one |
-| a file does not arrive, or is of another release | says so, and loads itself again once the server answers (`loading.js`) |
+| a file does not arrive or is of another release | says so, loads itself again once the server answers (`loading.js`) |
 | another server answers (a proxy whose session has ended), or the page fails | says so, and retries as with no answer |
 | 401 | stops, and asks for a token; retries when the page is visible again |
 | the user signs in with another token | removes all data of the former one |
