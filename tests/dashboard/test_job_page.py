@@ -192,6 +192,16 @@ def test_a_log_follows_and_stops_when_the_reader_scrolls(
     running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
 
 
+def test_of_a_long_log_the_page_says_that_it_has_the_end(watched: Watched, running: DaemonProcess) -> None:
+    """Who filters it for an error would take it that there was none."""
+    job = submit(running, "sh", "-c", "echo Error: out of memory; seq 6000", name="chatty")
+    running.wait_job(job["id"])
+    facts = watched.open(f"#/jobs/{job['id']}").locator(".log .facts")
+    expect(facts).to_have_text("the last 5000 lines")
+    watched.page.get_by_label("Filter the lines").fill("error")
+    expect(facts).to_have_text("0 of the last 5000 lines")
+
+
 def test_a_log_whose_connection_is_dead_goes_on_where_it_was(
     browser: Browser, running: DaemonProcess, tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ export function Log({ job, ranks, query }) {
       <label class="tick"><input type="checkbox" checked=${wrap} onChange=${(event) => setWrap(event.target.checked)} /> Wrap</label>
       <button type="button" aria-pressed=${following} onClick=${() => setFollowing(!following)}>Follow</button>
       ${!token() && html`<a href=${path} download=${`${job.id}.log`}>Download</a>`}
-      <span class="facts">${shown.length} lines</span>
+      <span class="facts">${words && `${shown.length} of `}${lines.length >= TAIL && "the last "}${lines.length} lines</span>
     </div>
     ${problem ? html`<${Refusal} problem=${problem} />` : html`<${Rows} lines=${shown} version=${version} wrap=${wrap} following=${following} onFollow=${setFollowing} />`}
   </section>`;
