@@ -36,11 +36,19 @@ export function Action({
   onDone,
 }) {
   const [asked, setAsked] = useState(/** @type {any} */ (null));
+  const used = useRef(false);
+  useEffect(() => {
+    if (offered || asked || !used.current || document.activeElement !== document.body) return;
+    /** @type {HTMLElement | null} */ (document.querySelector("main h1"))?.focus({ preventScroll: true }); // the button is gone
+  }, [offered, asked]);
   const done = () => {
     setAsked(null);
     onDone?.();
   };
-  const ask = () => setAsked({ verb, subject, consequence, path, method, body, asksWhy, danger });
+  const ask = () => {
+    used.current = true;
+    setAsked({ verb, subject, consequence, path, method, body, asksWhy, danger });
+  };
   return html`${offered && html`<button type="button" class="act" onClick=${ask}>${verb}…</button>`}
     ${asked && html`<${Confirm} ...${asked} onClose=${() => setAsked(null)} onDone=${done} />`}`;
 }

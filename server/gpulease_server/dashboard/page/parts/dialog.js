@@ -6,9 +6,9 @@ import { html, useLayoutEffect, useRef } from "../html.js";
 export function Dialog({ title, onClose, children, closes = true }) {
   const place = useRef(/** @type {any} */ (null));
   useLayoutEffect(() => {
-    const before = document.activeElement;
-    place.current.showModal();
-    return () => before instanceof HTMLElement && before.isConnected && before.focus();
+    const dialog = place.current;
+    dialog.showModal();
+    return () => dialog.close(); // gives the focus back: while it is modal, nothing else takes it
   }, []);
   return html`<dialog ref=${place} aria-labelledby="dialog-title" onClose=${onClose}>
     <div class="dialog-head">
