@@ -34,8 +34,10 @@ def test_a_job_is_cancelled_once_and_not_by_accident(watched: Watched, running: 
     page.get_by_role("button", name="Cancel…").click()
     dialog = page.get_by_role("dialog", name="Cancel llama?")
     expect(dialog.get_by_role("button", name="Keep it")).to_be_focused()
+    expect(dialog).to_contain_text("Its GPU is given back.")
     page.keyboard.press("Enter")
     expect(dialog).to_be_hidden()
+    expect(page.get_by_role("button", name="Cancel…")).to_be_focused()
     assert sent == []
     assert running.call("GET", f"/v1/jobs/{job['id']}").json["ended_at"] is None
 
@@ -44,6 +46,7 @@ def test_a_job_is_cancelled_once_and_not_by_accident(watched: Watched, running: 
     expect(dialog).to_be_hidden()
     expect(page.locator(".job-head .state")).to_have_text("cancelled")
     expect(page.get_by_role("button", name="Cancel…")).to_have_count(0)
+    expect(page.get_by_role("heading", level=1)).to_be_focused()  # the button is gone
     assert len(sent) == 1
     watched.was_good()
 
@@ -123,6 +126,14 @@ def test_a_drain_and_a_pause_name_the_leases(watched: Watched, running: DaemonPr
     watched.was_good()
 
 
+def test_a_request_that_was_never_granted_held_nothing(watched: Watched, running: DaemonProcess) -> None:
+    ask(running, count=4, ttl_s=6000)
+    waits = ask(running, count=1)
+    running.call("POST", f"/v1/leases/{waits['id']}/release", {})
+    page = watched.open(f"#/leases/{waits['id']}")
+    expect(page.locator(".pairs")).to_contain_text(re.compile(r"cancelled, waited for \ds"))
+
+
 def test_a_dialog_stays_although_its_job_ends(watched: Watched, running: DaemonProcess) -> None:
     """A click that was meant for it would hit what lies below; the daemon refuses what is no longer so."""
     job = submit(running, "sleep", "600", name="llama")
@@ -134,6 +145,7 @@ def test_a_dialog_stays_although_its_job_ends(watched: Watched, running: DaemonP
     page.get_by_role("button", name="Keep it").click()
     expect(page.get_by_role("dialog")).to_have_count(0)
     expect(page.get_by_role("button", name="Cancel…")).to_have_count(0)
+    expect(page.get_by_role("heading", level=1)).to_be_focused()
 
 
 def test_a_job_is_submitted_with_a_form(watched: Watched, running: DaemonProcess, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ function Head({ id, answer, metrics, data }) {
       ${
         may(data.me, "cancelJob", job.user) &&
         html`<${Action} verb="Cancel" offered=${job.ended_at === null} subject=${jobName(job)} path=${`v1/jobs/${encodeURIComponent(job.id)}/cancel`} onDone=${again}
-        consequence=${`It is told to stop, and after 35 s all its processes are ended. ${job.gpus.length ? `Its ${job.gpus.length} GPUs are given back.` : "It leaves the queue."}`} />`
+        consequence=${`It is told to stop, and after 35 s all its processes are ended. ${job.gpus.length ? `Its ${job.gpus.length === 1 ? "GPU is" : `${job.gpus.length} GPUs are`} given back.` : "It leaves the queue."}`} />`
       }
     </div>
     <${Command} job=${job} />

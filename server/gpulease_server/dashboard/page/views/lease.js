@@ -59,7 +59,7 @@ export function LeasePage({ data, id, query }) {
         ${lease.preempt_at && html`<${Pair} name="Preempted">by <${Moment} at=${lease.preempt_at} />, for a request that waits<//>`}
         ${lease.reclaim_at && html`<${Pair} name="Taken back">at <${Moment} at=${lease.reclaim_at} />, unless its GPUs work or are kept<//>`}
         ${lease.kept && html`<${Pair} name="Kept">until <${Moment} at=${lease.kept.until} />: ${plain(lease.kept.reason, 500)}<//>`}
-        ${lease.ended_at && html`<${Pair} name="Ended"><${Moment} at=${lease.ended_at} />, ${plain((lease.end_reason ?? "").replaceAll("_", " "))}, held for <${Since} at=${lease.granted_at ?? lease.created_at} to=${lease.ended_at} /><//>`}
+        ${lease.ended_at && html`<${Pair} name="Ended"><${Moment} at=${lease.ended_at} />, ${plain((lease.end_reason ?? "").replaceAll("_", " "))}, ${lease.granted_at ? "held" : "waited"} for <${Since} at=${lease.granted_at ?? lease.created_at} to=${lease.ended_at} /><//>`}
       </dl>
       ${lease.problems.map((text) => html`<p class="problem" key=${text}>${plain(text, 400)}</p>`)}
     </section>
