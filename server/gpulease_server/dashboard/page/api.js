@@ -5,6 +5,7 @@ import { ofDevice, ofTab } from "./storage.js";
 
 const LIMIT_MS = 20_000;
 const MAX_TAGS = 64;
+const UNUSABLE = { detail: "A token has only letters, digits and signs; this one has others. Copy it again." };
 const LONGEST_WAIT_S = 600; // of a Retry-After: a timer of more than 24 days would fire at once
 /** Where the token is kept: that of this daemon, which may share its host with others. */
 const tokenKey = () => `gpulease-token ${new URL(".", document.baseURI).pathname}`;
@@ -75,6 +76,7 @@ const cache = new Map(); // path -> last value and its ETag
  */
 export async function answer(path, { headers = {}, signal, method = "GET", body } = {}) {
   const sent = token() ? { ...headers, Authorization: `Bearer ${token()}` } : headers;
+  if (/[^!-~]/.test(token())) throw new Problem(401, UNUSABLE); // a header has no room for it
   const sentMs = Date.now();
   let response;
   try {
