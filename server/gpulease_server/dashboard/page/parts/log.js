@@ -96,7 +96,7 @@ function useLog(job, rank) {
       };
       try {
         await inSlot((follow) => log.read(`${path}&follow=${follow}`, signal, take));
-        if (!wasOver) timer = setTimeout(read, AGAIN_MS); // it is not followed, the daemon stops, or this token does
+        if (!wasOver && !signal.aborted) timer = setTimeout(read, AGAIN_MS); // it is not followed, the daemon stops, or this token does
       } catch (error) {
         if (signal.aborted) return;
         const problem = asProblem(error);
