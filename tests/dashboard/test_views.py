@@ -222,6 +222,7 @@ def test_high_contrast_shows_what_is_chosen_and_what_patterns_mean(browser: Brow
         assert here.evaluate(style, "borderBottomColor") != other.evaluate(style, "borderBottomColor")
         day, week = (page.get_by_role("button", name=name, exact=True) for name in ("24h", "7d"))
         assert day.evaluate(style, "backgroundColor") != week.evaluate(style, "backgroundColor")
+        page.locator(".band").first.wait_for()
         patterns = page.locator(".band").evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundImage)")
         assert "none" not in patterns
         assert len(set(patterns)) == len(patterns) > 3
