@@ -16,6 +16,22 @@ from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.world import Outcome, World
 
 RAM = Path("/dev/shm")
+MODES = {
+    "gangs": "more nodes, and requests for several of them",
+    "priorities": "more clients, and requests of each priority",
+    "limits": "an administrator sets and removes limits",
+    "budgets": "limits of a token and of GPU-hours, too",
+    "token_budgets": "that token has a budget of its own, too",
+    "fair_share": "two users, ordered by what they have used",
+    "shares": "a group and a user, ordered by what they have used",
+    "reservations": "an administrator reserves GPUs, and cancels that",
+    "preemption": "leases that are preemptible end for others",
+    "jobs": "jobs that are preemptible end for others, too",
+    "reclaim": "idle leases of priority interactive end for others",
+    "crowd": "few GPUs for many, and all that lets one pass another",
+    "explains": "someone looks what those who wait are told",
+}
+"""What a run has beside leases of one or more GPUs, by name."""
 
 
 @contextlib.contextmanager
@@ -36,43 +52,17 @@ def _empty_ledger() -> bytes:
         return file.read_bytes()
 
 
-def simulate(
-    seed: int,
-    steps: int = 10_000,
-    url: str | None = None,
-    *,
-    gangs: bool = False,
-    priorities: bool = False,
-    limits: bool = False,
-    budgets: bool = False,
-    token_budgets: bool = False,
-    fair_share: bool = False,
-    shares: bool = False,
-    reservations: bool = False,
-    preemption: bool = False,
-    jobs: bool = False,
-    reclaim: bool = False,
-    crowd: bool = False,
-    explains: bool = False,
-) -> Outcome:
-    """One run, on this empty database or on one of its own; with gangs, priorities, limits, budgets, token
-    budgets, fair share, shares, reservations, preemption, jobs or reclaim where that is said, or a crowd; and
-    explanations of the order."""
+def simulate(seed: int, steps: int = 10_000, url: str | None = None, **modes: bool) -> Outcome:
+    """One run, on this empty database or on one of its own, in these modes (`MODES`)."""
+    on = {name for name, is_on in modes.items() if is_on}
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
-        clients = 24 if priorities else 18 if fair_share else 12 if gangs or reservations else 6
-        clients = 12 if shares or budgets or token_budgets else clients
-        clients = 6 if jobs else 8 if preemption else 10 if reclaim else clients
-        how = {"gangs": gangs, "priorities": priorities, "limits": limits, "fair_share": fair_share}
-        clients = 16 if crowd else clients
-        how |= {"reservations": reservations, "preemption": preemption, "reclaim": reclaim, "crowd": crowd}
-        how |= {
-            "shares": shares,
-            "budgets": budgets,
-            "explains": explains,
-            "jobs": jobs,
-            "token_budgets": token_budgets,
-        }
-        return World(seed, steps, place, clients=clients, **how).run()
+        clients = (
+            24 if "priorities" in on else 18 if "fair_share" in on else 12 if on & {"gangs", "reservations"} else 6
+        )
+        clients = 12 if on & {"shares", "budgets", "token_budgets"} else clients
+        clients = 6 if "jobs" in on else 8 if "preemption" in on else 10 if "reclaim" in on else clients
+        clients = 16 if "crowd" in on else clients
+        return World(seed, steps, place, clients=clients, **modes).run()
 
 
 def main() -> int:
@@ -81,40 +71,13 @@ def main() -> int:
     parser.add_argument("seed", type=int)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--mutation", choices=MUTATIONS, help="put this fault into the daemon")
-    parser.add_argument("--gangs", action="store_true", help="more nodes, and requests for several of them")
-    parser.add_argument("--priorities", action="store_true", help="more clients, and requests of each priority")
-    parser.add_argument("--limits", action="store_true", help="an administrator sets and removes limits")
-    parser.add_argument("--budgets", action="store_true", help="limits of a token and of GPU-hours, too")
-    parser.add_argument("--token-budgets", action="store_true", help="that token has a budget of its own, too")
-    parser.add_argument("--fair-share", action="store_true", help="two users, ordered by what they have used")
-    parser.add_argument("--shares", action="store_true", help="a group and a user, ordered by what they have used")
-    parser.add_argument("--reservations", action="store_true", help="an administrator reserves GPUs, and cancels that")
-    parser.add_argument("--preemption", action="store_true", help="leases that are preemptible end for others")
-    parser.add_argument("--jobs", action="store_true", help="jobs that are preemptible end for others, too")
-    parser.add_argument("--reclaim", action="store_true", help="idle leases of priority interactive end for others")
-    parser.add_argument("--crowd", action="store_true", help="few GPUs for many, and all that lets one pass another")
-    parser.add_argument("--explains", action="store_true", help="someone looks what those who wait are told")
+    for name, what in MODES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=what)
     parser.add_argument("--trace", type=Path, help="write every step to this file")
     asked = parser.parse_args()
     begun_s = time.monotonic()
     with mutated(asked.mutation):
-        names = (
-            "gangs",
-            "priorities",
-            "limits",
-            "budgets",
-            "token_budgets",
-            "fair_share",
-            "shares",
-            "reservations",
-            "preemption",
-            "jobs",
-            "reclaim",
-            "crowd",
-            "explains",
-        )
-        how = {name: getattr(asked, name) for name in names}
-        outcome = simulate(asked.seed, asked.steps, **how)
+        outcome = simulate(asked.seed, asked.steps, **{name: getattr(asked, name) for name in MODES})
     if asked.trace:
         asked.trace.write_text("\n".join(outcome.trace) + "\n")
     print(f"seed {asked.seed}: {len(outcome.trace)} steps, {len(outcome.log)} events, {outcome.digest[:16]}", end="")
