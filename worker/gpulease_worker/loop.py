@@ -275,10 +275,13 @@ class WorkerLoop:
     def _report_without_reading(self, problem: str, *, has_left: bool = False) -> NodeReport:
         """Jobs and owners as they are now, and why there is no reading."""
         self._changed.clear()
+        return replace(self._own_report(), problem=problem, left=has_left)
+
+    def _own_report(self) -> NodeReport:
+        """What each report says, whatever was read."""
         return NodeReport(
             worker_id=self._worker_id,
             host=socket.gethostname(),
-            problem=problem,
             worker_version=self._version,
             address=self._address.address,
             interface=self._address.interface,
@@ -292,7 +295,6 @@ class WorkerLoop:
             hold_s=0.0,
             available_s=self._available_s(),
             leaving=self._leaves,
-            left=has_left,
         )
 
     def _jobs_elsewhere(self) -> tuple[JobElsewhere, ...]:
@@ -350,9 +352,8 @@ class WorkerLoop:
         shown = self._shown.of(reading.gpus)
         own = (shown, ()) if simulated else self._claims.claim(shown)
         gpus, others = set_aside(*own, self._jobs.kept_gpus())
-        return NodeReport(
-            worker_id=self._worker_id,
-            host=socket.gethostname(),
+        return replace(
+            self._own_report(),
             ticket=self._complete_ticket,
             seen=desired.ticket if desired else None,
             reading_ticket=taken.ticket if reading.problem is None else None,
@@ -364,21 +365,10 @@ class WorkerLoop:
             claimed_elsewhere=others,
             links=self._shown.links_between(gpus, reading.links),
             driver_version=reading.driver_version,
-            worker_version=self._version,
-            address=self._address.address,
-            interface=self._address.interface,
             simulated=reading.simulated,
             ports_in_use=self._ports_in_use,
             ports_reserved=self._ports.reserve(len(gpus), self._ports_in_use),
-            jobs=self._jobs.reports(),
-            jobs_elsewhere=self._jobs_elsewhere(),
-            realm=realm(),
-            owners=self._owners.reports(),
-            sends_logs=True,
-            takes_gangs=True,
             hold_s=hold_s,
-            available_s=self._available_s(),
-            leaving=self._leaves,
         )
 
     async def _read(self, desired: DesiredState | None) -> TimedReading:

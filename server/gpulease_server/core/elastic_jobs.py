@@ -46,7 +46,6 @@ from collections.abc import Sequence
 from gpulease_protocol.model import (
     GpuState,
     Job,
-    JobAttempt,
     JobMember,
     JobState,
     LeaseMember,
@@ -58,7 +57,7 @@ from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu import is_unheard, node_mode, state_of
 from gpulease_server.core.grant import free_port
-from gpulease_server.core.job import kept_history
+from gpulease_server.core.job import ended_attempt, kept_history
 from gpulease_server.core.lease_env import gang_members
 from gpulease_server.core.records import JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
@@ -179,17 +178,7 @@ def _regroup(turn: Turn, record: JobRecord, left: Sequence[LeaseMember], reason:
     why = reason
     if record.grows_at is not None:
         why = f"It started again with {name_nodes(gained)}." if gained else "The node it was stopped for is away again."
-    attempt = JobAttempt(
-        number=job.attempts,
-        lease_id=job.lease_id,
-        node=job.gpus[0].node if job.gpus else None,
-        exit_code=job.exit_code,
-        reason=why,
-        started_at=job.started_at,
-        ended_at=turn.now.at,
-        log_directory=record.log_directory,
-        regrouped=True,
-    )
+    attempt = replace(ended_attempt(turn, record, why), regrouped=True)
     again = replace(
         job,
         state=JobState.STARTING,

@@ -250,7 +250,7 @@ def retry_job(
     are_counted = not (node_left or uncounted or record.regroups or job.preempted)
     of_all = f"attempt {job.attempts}" + (f" of {record.spec.retries + 1}" if are_counted else "")
     said = f"{of_all} {what}: {why}; the next one joins the queue after a pause of {pause_s:g} s"
-    attempt = _ended_attempt(turn, record, reason, ended_at)
+    attempt = ended_attempt(turn, record, reason, ended_at)
     _queue_next(turn, record, replace(attempt, node_left=node_left), said, lease_end, pause_s)
     turn.emit("job.retried", job_id=job.id, lease_id=turn.ledger.jobs[job.id].job.lease_id, reason=said)
     turn.emit("lease.queued", lease_id=turn.ledger.jobs[job.id].job.lease_id, job_id=job.id)
@@ -259,7 +259,7 @@ def retry_job(
 def queue_preempted(turn: Turn, record: JobRecord, *, ended_at: datetime | None = None) -> None:
     """End an attempt that was preempted, and queue the next at the place of this one. It does not count, and does not
     pause. What the program has ended with says nothing: it was told to save what it has."""
-    job, attempt = record.job, _ended_attempt(turn, record, record.job.reason, ended_at)
+    job, attempt = record.job, ended_attempt(turn, record, record.job.reason, ended_at)
     said = f"attempt {job.attempts} was preempted; the next one is in the queue at the same place"
     again = replace(record, grace_s=JOB_GRACE_S, job=replace(job, preempted=job.preempted + 1, preempt_at=None))
     _queue_next(turn, again, replace(attempt, preempted=True), said, EndReason.PREEMPTED, None)
@@ -268,7 +268,8 @@ def queue_preempted(turn: Turn, record: JobRecord, *, ended_at: datetime | None 
     turn.emit("lease.queued", lease_id=turn.ledger.jobs[job.id].job.lease_id, job_id=job.id)
 
 
-def _ended_attempt(turn: Turn, record: JobRecord, reason: str | None, ended_at: datetime | None) -> JobAttempt:
+def ended_attempt(turn: Turn, record: JobRecord, reason: str | None, ended_at: datetime | None = None) -> JobAttempt:
+    """The attempt as the history of its job has it."""
     job = record.job
     return JobAttempt(
         number=job.attempts,
