@@ -63,7 +63,7 @@ def _value(curve: Curve, x: int, columns: int) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def axis(begin: str, end: str, *, width: int = WIDTH) -> str:
+def axis(begin: str, end: str) -> str:
     """The line below a plot: when it begins and ends."""
-    room = width - LABEL - 1
+    room = WIDTH - LABEL - 1
     return " " * (LABEL + 1) + begin + end.rjust(max(len(end) + 1, room - len(begin)))

@@ -419,7 +419,7 @@ def get(path: str, kind: type[Answer], wait_s: float = 0.0, wait_while: str | No
 
 
 def list_page(
-    path: str, kind: type[Item], cursor: str | None, query: Iterable[tuple[str, str]] = ()
+    path: str, kind: type[Item], cursor: str | None = None, query: Iterable[tuple[str, str]] = ()
 ) -> ApiCall[Page[Item]]:
     parameters = (*query, ("cursor", cursor)) if cursor is not None else tuple(query)
     page = cast(type[Page[Item]], Page[kind])  # type: ignore[valid-type]

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from gpulease_protocol.limits import LimitKind, LimitsRequest, LimitUse
 
 
-def limits(cursor: str | None = None) -> ApiCall[Page[LimitUse]]:
+def limits() -> ApiCall[Page[LimitUse]]:
     """`GET /v1/limits`."""
     from gpulease_protocol.limits import LimitUse
 
-    return list_page("/v1/limits", LimitUse, cursor)
+    return list_page("/v1/limits", LimitUse)
 
 
 def limits_of(kind: LimitKind, name: str) -> ApiCall[LimitUse]:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from gpulease_protocol.reservations import Reservation, ReservationRequest
 
 
-def reservations(cursor: str | None = None) -> ApiCall[Page[Reservation]]:
+def reservations() -> ApiCall[Page[Reservation]]:
     """`GET /v1/reservations`."""
     from gpulease_protocol.reservations import Reservation
 
-    return list_page("/v1/reservations", Reservation, cursor)
+    return list_page("/v1/reservations", Reservation)
 
 
 def create_reservation(request: ReservationRequest) -> ApiCall[Reservation]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 
 FIRST_FD = 3
 VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
@@ -21,11 +21,11 @@ def is_activated(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("LISTEN_PID") == str(os.getpid())
 
 
-def inherited_sockets(environ: MutableMapping[str, str] = os.environ) -> list[socket.socket]:
+def inherited_sockets() -> list[socket.socket]:
     """The sockets passed to this process, once; none if they are meant for another. Raises ValueError for a file
     descriptor that is not a listening stream socket."""
-    activated = is_activated(environ)
-    _, count, _ = (environ.pop(name, "") for name in VARIABLES)
+    activated = is_activated()
+    _, count, _ = (os.environ.pop(name, "") for name in VARIABLES)
     if not activated or not count.isdecimal():
         return []
     return [_listener(descriptor) for descriptor in range(FIRST_FD, FIRST_FD + int(count))]

@@ -166,9 +166,9 @@ def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
     return any(START_OF_MULTIPROCESSING.search(word) for word in sys.orig_argv[:8])
 
 
-def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
+def is_first_rank() -> bool:
     """False in every rank of a host but the first, so that one of them speaks for all."""
-    return all(environ.get(name, "0") == "0" for name in LOCAL_RANK_VARIABLES)
+    return all(os.environ.get(name, "0") == "0" for name in LOCAL_RANK_VARIABLES)
 
 
 def descends_from(ancestor: ProcessId, proc: Path = Path("/proc")) -> bool:

@@ -62,7 +62,7 @@ def _owner_of_closed_directory(path: str | bytes) -> int | None:
     return found.st_uid if path and is_closed else None
 
 
-def may_be_daemon(uid: int | None, *, obeyed: bool = False, environ: Mapping[str, str] = os.environ) -> bool:
+def may_be_daemon(uid: int | None, *, obeyed: bool = False) -> bool:
     """True for root, this process's user, the owner of the system's data directory, and who is configured.
 
     `obeyed`: this process does what the daemon says, as a worker does. Then the owner of the data directory does not
@@ -71,7 +71,7 @@ def may_be_daemon(uid: int | None, *, obeyed: bool = False, environ: Mapping[str
     """
     if uid is not None and (uid in (0, os.geteuid()) or (not obeyed and uid == owner_of_system_data_dir())):
         return True
-    names = daemon_users(environ)
+    names = daemon_users()
     return ANY_USER in names or (uid is not None and any(uid == _uid_of(name) for name in names))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
 
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host import variables
@@ -16,12 +15,12 @@ MAX_BYTES = 4096
 """Size limit of such a file."""
 
 
-def from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
+def from_environment() -> str | None:
     """The token in GPULEASE_TOKEN, else in the file that GPULEASE_TOKEN_FILE names; None without both. Raises
     InvalidRequest."""
-    if environ.get(variables.TOKEN):
-        return checked(environ[variables.TOKEN], variables.TOKEN)
-    path = environ.get(variables.TOKEN_FILE)
+    if os.environ.get(variables.TOKEN):
+        return checked(os.environ[variables.TOKEN], variables.TOKEN)
+    path = os.environ.get(variables.TOKEN_FILE)
     return read(path, variables.TOKEN_FILE) if path else None
 
 

@@ -92,13 +92,6 @@ class DaemonState:
         nodes = [name for name in self.ledger.nodes if name in observations and observations[name].realm == here]
         return max(nodes, key=lambda name: observations[name].reported_at_s, default=None)
 
-    def is_here(self, node: str) -> bool:
-        """True for `node_here`. Costs next to nothing for a node of another host, however many there are."""
-        if self.local_node is not None:
-            return node == self.local_node
-        observation = self.ledger.node_observations.get(node)
-        return observation is not None and observation.realm == realm() and node == self.node_here()
-
     async def submit(self, happening: Happening) -> Answer:
         """The answer to a happening, as `Writer.submit`; the caller's other requests go on meanwhile."""
         try:

@@ -53,9 +53,9 @@ class Turn:
         if isinstance(change, KeyRecord):
             self.ledger.keys_known_since[change.key] = self.now.mono_s
 
-    def emit(self, kind: str, *, cause: str | None = None, **what: Any) -> None:
+    def emit(self, kind: str, **what: Any) -> None:
         """Record that something happened."""
-        self.put(Event(seq=self.ledger.next_seq, at=self.now.at, kind=kind, cause=cause or self.cause, **what))
+        self.put(Event(seq=self.ledger.next_seq, at=self.now.at, kind=kind, cause=self.cause, **what))
 
     def answer(self, call: str, answer: Answer) -> None:
         """Tell a caller, once the turn is committed."""

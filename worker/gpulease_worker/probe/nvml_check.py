@@ -33,11 +33,6 @@ def unavailable_reason(deadline_s: float = DEADLINE_S) -> str | None:
     )
 
 
-def is_available(deadline_s: float = DEADLINE_S) -> bool:
-    """True if this host has a GPU that NVML can read. See `unavailable_reason` for why not."""
-    return unavailable_reason(deadline_s) is None
-
-
 def _main() -> int:
     process_tree.signal_on_parent_death(signal.SIGKILL)
     from gpulease_worker.probe.nvml_reader import NvmlReader  # noqa: PLC0415  only this process needs nvidia-ml-py
