@@ -138,7 +138,7 @@ class AsyncClient(AsyncReservationMethods):
         return await self.send(endpoints.resume_node(name))
 
     async def forget_node(self, name: str) -> Node:
-        """Forget a node whose host is off: end its jobs and leases, and let jobs with a retry left start elsewhere.
+        """Forget a node that is switched off. Its jobs and leases end; jobs with a retry left start elsewhere.
 
         Returns the node as it last was. Raises NotFound, also where an earlier try was not answered; InUse while it
         reports.

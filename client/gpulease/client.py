@@ -138,7 +138,7 @@ class Client(ReservationMethods):
         return self.send(endpoints.resume_node(name))
 
     def forget_node(self, name: str) -> Node:
-        """Forget a node whose host is off: end its jobs and leases, and let jobs with a retry left start elsewhere.
+        """Forget a node that is switched off. Its jobs and leases end; jobs with a retry left start elsewhere.
 
         Returns the node as it last was. Raises NotFound, also where an earlier try was not answered; InUse while it
         reports.
@@ -429,7 +429,7 @@ def find_usable_cuda_devices(
     `wait_s`: how long to wait in the queue (default: GPULEASE_WAIT_S, else 0). `min_free_memory_bytes` and `gpu_model`
     (a part of the product name) narrow the choice. `label` is shown to others who wait. With `reuse` a second call
     returns what the first one found, also in the ranks of one training; without it, every call reserves more GPUs. With
-    `set_visible` CUDA_VISIBLE_DEVICES is narrowed to the reserved GPUs, whose ordinals are then 0, 1, 2 and so on; call
+    `set_visible` CUDA_VISIBLE_DEVICES is narrowed to the reserved GPUs. Their ordinals are then 0, 1, 2 and so on; call
     it before CUDA is used.
 
     Raises TypeError unless `num_devices` is an integer; ValueError if fewer GPUs are visible, or none; and these, which

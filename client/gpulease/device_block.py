@@ -242,7 +242,7 @@ class DeviceBlock:
 
     @staticmethod
     def _give_back(client: Client, holding: Holding, visible: VisibleDevices) -> None:
-        """Release the leases of these GPUs; keep those whose GPUs no one could get, or of which others use a part."""
+        """Release the leases of these GPUs, but keep one if no one could get its GPUs, or others use some of them."""
         mine = {gpu: lease for gpu, lease in holding.items() if lease.is_holder}
         keeps = bool(mine) and uses_cuda(visible)
         whole = {lease for lease in mine.values() if not keeps and all(mine.get(gpu) is lease for gpu in lease.gpus)}

@@ -13,7 +13,7 @@ One training takes one lease, however many of its processes call. With `reuse`, 
 - A rank of torchrun, accelerate, deepspeed or mpirun: one lease for all ranks, by a shared key (`gpulease.cuda.ranks`).
   The launcher is the owner.
 - A rank that multiprocessing started (notebook_launcher) and that asks first: the same. The lease ends with the ranks.
-- A rank whose launcher has ended, or the child of a pool whose parent has: LeaseLost.
+- A rank after the end of its launcher, or the child of a pool after the end of its parent: LeaseLost.
 - Any other process: a new lease, which the calling process owns.
 
 A lease that is lost or was released is never returned again: the call takes a new one.
@@ -113,8 +113,8 @@ def release() -> tuple[HeldLease, ...]:
 
         gpulease.release()
 
-    So it does with what blocks of `usable_cuda_devices` have left to later ones. Returns the leases that it gave back:
-    none if nothing is held, in a forked child, and in the ranks of a launcher, whose lease is that of all.
+    Also gives back what blocks of `usable_cuda_devices` have left to later ones. Returns the leases that it gave back:
+    none if nothing is held, in a forked child, and in the ranks of a launcher, which share one lease.
     CUDA_VISIBLE_DEVICES and the variables of the lease are as before, so that the next call of
     `find_usable_cuda_devices` may find the same GPUs, for which it waits 2 s at most, or others. If CUDA is
     initialized, it keeps memory on the GPUs, and no one else gets them before this process ends: a warning says so.

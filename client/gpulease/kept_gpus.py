@@ -89,7 +89,7 @@ class GpuKeeper:
 
     @classmethod
     def give_back(cls) -> list[HeldLease]:
-        """Take out the leases of which no block uses a GPU, for the caller to release."""
+        """Take out the leases that no block uses, for the caller to release."""
         idle: list[HeldLease] = []
         for keeper in list(cls._of.values()):
             with keeper._lock:

@@ -28,8 +28,8 @@ class NodeClient(Protocol):
 def nodes_here(nodes: Iterable[Node]) -> list[Node]:
     """Those of this host, by name; several where the host has several workers.
 
-    Those whose worker counts pids as this process does come before others of this boot, as where one of the two is in a
-    container. Nodes of which no realm is known count where no other is here, by the name of their host.
+    Workers that count pids as this process does come before others of this boot: one of the two may be in a container.
+    Nodes without a known realm count only if no other is here; then their host name decides.
     """
     here, host = realm(), socket.gethostname()
     ranked: dict[int, list[Node]] = {}

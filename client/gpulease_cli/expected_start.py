@@ -67,7 +67,7 @@ def _seconds_until(at: datetime, now: datetime) -> float:
 
 
 def _longest_without_limit(gpus: Sequence[Gpu], holding: dict[str, Lease], job_of: dict[str, Job]) -> Lease | None:
-    """The lease that has held GPUs for the longest time, of those of which no end is known."""
+    """Of the leases without a known end: the one that has held GPUs for the longest time."""
     held = (holding[gpu.lease_id] for gpu in gpus if gpu.lease_id in holding)
     endless = [
         lease

@@ -40,7 +40,7 @@ def settled_later(client: Client) -> Iterator[None]:
 
 
 def _written(debt: Debt) -> str:
-    """A debt as text: the id of a lease, or the request of which no one knows whether it arrived."""
+    """A debt as text: the id of a lease, or a request that may or may not have arrived."""
     if debt.request is None:
         return json.dumps({"lease_id": debt.lease_id})
     return json.dumps({"body": debt.request.body, "key": debt.request.idempotency_key})

@@ -84,8 +84,8 @@ class BorrowedLease:
         on_lost: Callable[[BorrowedLease], None],
         on_preempting: Callable[[BorrowedLease], None],
     ) -> None:
-        """`on_lost` is called when the lease has ended, `on_preempting` when it is told to; not for the lease of a job,
-        whose processes are told by its supervisor."""
+        """`on_lost` is called when the lease has ended, `on_preempting` when it is told to; not for the lease of a job:
+        there the supervisor tells the processes."""
         self.id = lease.id
         self.gpus = gpus
         self.lost = threading.Event()

@@ -23,7 +23,7 @@ class DaemonClient:
         return frozenset(node.name for node in self._client.nodes())
 
     def idle_nodes(self) -> frozenset[str]:
-        """Names of the nodes of which all GPUs are free."""
+        """Names of the nodes with all GPUs free."""
         gpus = self._client.gpus()
         return frozenset(gpu.node for gpu in gpus) - {gpu.node for gpu in gpus if gpu.state is not GpuState.FREE}
 
@@ -47,7 +47,7 @@ class DaemonClient:
                 self._client.revoke_token(token.id)
 
     def forget(self, node: str) -> bool:
-        """Forget a node whose allocation is gone. False while its worker is still heard."""
+        """Forget a node that has lost its allocation. False while its worker is still heard."""
         try:
             self._client.forget_node(node)
         except NotFound:

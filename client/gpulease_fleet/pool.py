@@ -39,7 +39,7 @@ class DaemonView(Protocol):
         """Names of all nodes."""
 
     def idle_nodes(self) -> frozenset[str]:
-        """Names of the nodes of which all GPUs are free."""
+        """Names of the nodes with all GPUs free."""
 
     def has_queue(self) -> bool:
         """True while a request waits for GPUs."""
@@ -54,7 +54,7 @@ class DaemonView(Protocol):
         """Revoke every token with that note."""
 
     def forget(self, node: str) -> bool:
-        """Forget a node whose allocation is gone. False while its worker is still heard."""
+        """Forget a node that has lost its allocation. False while its worker is still heard."""
 
 
 class Pool:
@@ -198,9 +198,9 @@ class Pool:
             self._stop_some(idle, len(live) - pool.least, listed, now)
 
     def _idle_rows(self, pool: PoolRecord, live: list[PilotRow], queued: bool, now: float) -> list[PilotRow]:
-        """Those whose node has been idle for long, while no one waits; last ordinals first.
+        """Those with a node that has been idle for long, while no one waits; last ordinals first.
 
-        Since when each has been idle is on record, so that rounds of several programs (`--once`) add up.
+        The record says since when each has been idle, so that rounds of several programs (`--once`) add up.
         """
         if pool.least == pool.most:
             if pool.idle_since:

@@ -3,7 +3,7 @@
 | rule | what it is for |
 |---|---|
 | a pilot asks for all GPUs of a node | Ray gives them to no one else, and there is one pilot on a node |
-| the actor ends with its worker | a pilot whose worker is gone is seen to be gone, and the next one comes |
+| the actor ends with its worker | a pilot without its worker is seen to be gone, and the next one comes |
 | the worker leaves when the actor or its raylet has ended | Ray gives their GPUs away, and leaves what they started |
 | the worker leaves when its token is refused | the GCS has given up a raylet that lives on, or has lost its state |
 
@@ -132,7 +132,7 @@ class RayCarrier:
             token=token,
             directory=options.directory,
             node=f"$(hostname)-{name.pool}-{name.ordinal}" if options.shared else "$(hostname)",
-            # The shell's parent is the actor, whose own is the raylet.
+            # The shell's parent is the actor; the actor's parent is the raylet.
             allocation="pid:$PPID,$RAYLET",
             leave_s=options.leave_s,
             options=options.worker,

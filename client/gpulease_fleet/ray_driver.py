@@ -1,6 +1,6 @@
 """The process that asks Ray for a pool: a *driver* of the cluster. One question a line on stdin, one answer on stdout.
 
-Ray ends a driver whose raylet has ended, or whose GCS was away for a minute, at once and without an exception. A pool
+If its raylet has ended, or its GCS was away for a minute, Ray ends a driver at once and without an exception. A pool
 goes on then, so it has its driver in a process of its own; `gpulease_fleet.ray_process` starts the next one.
 """
 

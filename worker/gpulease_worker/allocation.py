@@ -41,7 +41,7 @@ REPORT_S = 15.0
 AGAIN_S = 3.0
 """When to look again at an allocation that seems to have ended. Seconds."""
 MIN_LEAVE_S = 10.0
-"""A worker whose allocation is gone tries for at least so long to tell the daemon."""
+"""When its allocation is gone, a worker tries for at least so long to tell the daemon."""
 ANSWER_S = 20.0
 """How long the scheduler may take for an answer."""
 REFUSED_S, REFUSED_AGAIN_S = 5.0, 10.0

@@ -23,7 +23,7 @@ UPGRADE = "upgrade gpulease on this node to the version of the daemon"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableOrder(JobOrder):
-    """An order of which this worker understands only what follows and stops a job. It starts none."""
+    """An order that this worker understands only as far as it follows and stops a job. It starts none."""
 
     problem: str
     """Why the job cannot be started."""

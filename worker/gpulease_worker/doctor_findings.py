@@ -50,7 +50,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """The daemon elsewhere of which this host is a node."""
+    """The daemon elsewhere that has this host as a node."""
 
     url: str
     """Where that daemon is."""
@@ -134,7 +134,7 @@ class HostFacts:
     certificate: Certificate | None = None
     """The daemon's; None if its configuration names none."""
     joined: Joined | None = None
-    """The daemon elsewhere of which this host is a node; None if it has not joined one."""
+    """The daemon elsewhere that has this host as a node; None if it has not joined one."""
     joined_hidden: bool = False
     """Whether it has joined one, and this user may not read which."""
     stands_by_for: str | None = None

@@ -17,7 +17,7 @@ class DrainPace:
 
     def __init__(self) -> None:
         self._draining: set[str] = set()
-        """Leases that have ended and whose GPUs are draining."""
+        """Leases that have ended, while their GPUs drain."""
         self._hold_s = 0.0
 
     def take(self, leases: Iterable[NodeLease]) -> bool:

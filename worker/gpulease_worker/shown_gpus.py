@@ -72,7 +72,7 @@ class ShownGpus:
         return tuple(gpu for gpu in gpus if gpu.uuid in self._uuids or gpu.uuid in self._found)
 
     def links_between(self, gpus: Sequence[GpuReading], links: Sequence[GpuLink]) -> tuple[GpuLink, ...]:
-        """The links of which both ends are shown."""
+        """The links with both ends shown."""
         if self._shows_all:
             return tuple(links)
         shown = {gpu.uuid for gpu in gpus}

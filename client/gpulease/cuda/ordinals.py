@@ -285,8 +285,8 @@ def _host_ambiguity(
 def _is_undocumented(mask: str | None, uuids: Sequence[str]) -> bool:
     """True if NVIDIA does not document how CUDA reads this mask.
 
-    Documented are indices, of which the first invalid one (such as -1) cuts off the rest, and UUIDs or prefixes of
-    UUIDs that name one GPU each. Source: CUDA programming guide 13.4, section 5.2.1.1.
+    Two forms are documented: indices, where the first invalid one (such as -1) cuts off the rest; and UUIDs, or
+    prefixes of UUIDs that name one GPU each. Source: CUDA programming guide 13.4, section 5.2.1.1.
     """
     if not mask:
         return False

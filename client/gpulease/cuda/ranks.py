@@ -55,7 +55,7 @@ START_OF_MULTIPROCESSING = re.compile(r"\bfrom multiprocessing\.(spawn|forkserve
 """In the word after `python -c` of a spawned child and of the fork server. With late versions of Python 3.14 another
 statement goes before it in that of the fork server, which imports the caller's main module."""
 ENDED_PROCESS = ProcessId(0, 0)
-"""A process that has ended, and of which nothing else is known."""
+"""A process that has ended; nothing else is known of it."""
 MAX_ANCESTORS = 64
 """How far up the process tree to look."""
 

@@ -70,7 +70,7 @@ class DirectHttp:
             raise
 
     def keep(self, connection: socket.socket) -> None:
-        """Take back a connection whose response has been read to its end."""
+        """Take back a connection once its response has been read to the end."""
         try:
             inode = os.fstat(connection.fileno()).st_ino
         except OSError:  # closed by its number, with all others of this process
@@ -99,7 +99,7 @@ class DirectHttp:
 
 
 class ArrivingResponse:
-    """A response whose body is still to be read."""
+    """A response with a body that is still to be read."""
 
     def __init__(self, connections: DirectHttp, connection: socket.socket, response: HttpResponse) -> None:
         self._connections = connections

@@ -379,8 +379,8 @@ class Flows:
     ) -> Flow[tuple[Item, float]]:
         """Long-poll until `noun` is settled or `wait_s` has passed, retrying for `retry_s` in an outage.
 
-        Returns it with the monotonic time when the last call was sent whose answer was not settled; `sent_at` is that
-        of the call that returned `noun`.
+        Returns it, and when the last call without a settled answer was sent, on the monotonic clock. `sent_at` is when
+        the call that returned `noun` was sent.
         """
         deadline = None if wait_s is None else time.monotonic() + wait_s
         backoff = Backoff(self._retry_s)

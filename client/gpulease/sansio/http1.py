@@ -90,7 +90,7 @@ class ResponseReader:
 
 
 class HttpResponse(ResponseReader):
-    """A response whose head has arrived on a socket. Raises OSError, BadResponseError.
+    """A response on a socket, once its head has arrived. Raises OSError, BadResponseError.
 
     Args:
         connection: Where it arrives; stays open when the response is closed.

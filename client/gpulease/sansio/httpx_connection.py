@@ -54,7 +54,7 @@ class HttpxConnection:
 
 
 class ArrivingResponse:
-    """A response whose body is still to be read."""
+    """A response with a body that is still to be read."""
 
     def __init__(self, response: httpx2.Response, client: httpx2.Client) -> None:
         self._response = response
@@ -110,7 +110,7 @@ def ssl_verification(address: Address, ca_file: str | None) -> ssl.SSLContext | 
 def build_request(
     connection: httpx2.Client | httpx2.AsyncClient, attempt: Attempt, bearer_token: str | None, trace: Any
 ) -> httpx2.Request:
-    """The HTTP request of an attempt, whose new connections `trace` checks.
+    """The HTTP request of an attempt. `trace` checks its new connections.
 
     Raises InvalidRequest, naming the field, for text that UTF-8 cannot encode.
     """

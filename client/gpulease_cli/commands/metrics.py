@@ -98,7 +98,7 @@ def _find(
 
 
 def _lease_without_job(client: Client, word: str) -> str | None:
-    """The id of a lease of which the beginning of the id was given, if no job runs under it."""
+    """The id of the lease with an id that begins with `word`, if no job runs under it."""
     if not word.startswith("lease-"):
         return None
     lease = client.lease_by_id(names.find(client, word, ("lease",)).id)
@@ -138,7 +138,7 @@ class Panel:
 
 
 def plots(shown: GpuHistory | JobMetrics | LeaseMetrics) -> list[str]:
-    """Four plots, of which each has the curves of all GPUs; of a job those of its last attempt."""
+    """Four plots, each with the curves of all GPUs; of a job those of its last attempt."""
     panel = _panel(shown)
     if panel is None:
         return ["There is nothing to plot yet."]

@@ -23,8 +23,8 @@ MAX_NAMED = 5
 
 
 async def refuse_wrong_parameters(request: Request) -> None:
-    """Raise InvalidRequest for a query parameter that the route does not have, naming those it has, for one that is
-    given more often than it may be, and for NUL; and NotFound for a path with a name that is too long for anything."""
+    """Raise InvalidRequest for an unknown query parameter, for one that is given too often, and for NUL. Raise NotFound
+    for a path with a name that is too long."""
     if "\0" in request.scope["path"] or any(
         "\0" in text for item in request.query_params.multi_items() for text in item
     ):

@@ -12,10 +12,9 @@ that. It is replaced by what is safe to believe, and no other part of the report
 
 Fields that it does not know are passed over. Everything else of another shape is refused.
 
-The daemon opens no path just because a worker says so. The log directory of a job is taken from a worker that the
-kernel shows to be root or the daemon's own user on this host, who could read it without the daemon, and only where it
-is the directory that a worker makes for that job. Any other is kept for people, as `NODE:DIRECTORY`, and is never
-opened.
+The daemon opens no path just because a worker says so. It takes the log directory of a job only from a worker that the
+kernel shows to be root or the daemon's own user on this host: these could read it without the daemon. It must also be
+the directory that a worker makes for that job. Any other is kept for people, as `NODE:DIRECTORY`, and is never opened.
 """
 
 from __future__ import annotations

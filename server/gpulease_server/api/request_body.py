@@ -54,7 +54,7 @@ LARGE_BYTES = 16 * 2**10
 MAX_COMMAS = 2**14
 """A body with more is refused: to parse two million items keeps the event loop from everyone for a second."""
 MAX_NAMED_ERRORS = 1000
-"""Errors in one body of which the first are named; to list more takes longer than to find them."""
+"""So many errors of one body are named: to list more takes longer than to find them."""
 TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """Reads the names of the fields of a body, and looks into none of them."""
 DIGITS = bytes.maketrans(b"123456789", b"000000000")

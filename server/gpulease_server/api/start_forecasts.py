@@ -50,7 +50,7 @@ class StartForecasts:
 
     _starts: Mapping[str, ExpectedStart] = field(default_factory=dict)
     _ledger: Ledger | None = None
-    """Of which ledger it is."""
+    """The ledger that it is of."""
     _seq: int = 0
     """After which event."""
     _made_at_s: float = float("-inf")

@@ -23,7 +23,7 @@ from gpulease_server.core.user_limits import UserUsage, usage_by_user
 from gpulease_server.core.wording import count_gpus
 
 MAX_SAID = 8
-"""GPUs of which it is said who is in the way."""
+"""For so many GPUs an answer says who is in the way."""
 WORKING = (GpuState.FREE, GpuState.LEASED, GpuState.DRAINING)
 """States of GPUs that are chosen before others."""
 BUSY = (GpuState.FOREIGN,)
@@ -65,7 +65,7 @@ def on_reservation_cancelled(turn: Turn, asked: ReservationCancelled) -> None:
 
 
 def end_reservations(turn: Turn) -> None:
-    """Take those out of the calendar whose time has passed."""
+    """Take out of the calendar what has passed."""
     for entry in [one for one in turn.ledger.calendar.in_order() if one.to_at <= turn.now.at]:
         turn.put(ReservationRemoved(entry.id))
         _emit(turn, "reservation.ended", entry, "")
@@ -105,7 +105,7 @@ def _checked(turn: Turn, asked: ReservationRequested) -> GpuleaseError | None:
 
 
 def _chosen(turn: Turn, asked: ReservationRequested) -> Sequence[GpuRecord] | GpuleaseError:
-    """The GPUs for a reservation, of which nothing is in the way; or who is."""
+    """The GPUs for a reservation, if nothing is in the way; else who is."""
     ledger, users = turn.ledger, usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     on_node = [] if asked.node is None else ledger.gpus_on(asked.node)
     gpus = [ledger.gpus[uuid] for uuid in asked.uuids] or sorted(on_node, key=lambda gpu: gpu.device.index)

@@ -7,8 +7,8 @@
 - The nodes with the fewest free GPUs are taken first, so that whole nodes stay whole; those with recent readings alone,
   if there are enough of them. Of several models the one is taken for which this ends sooner.
 - The ranks of the nodes are in the order of their names, which does not depend on who asks when.
-- A demand for `nodes` to `max_nodes` nodes gets as many as are free, those that are free after a reading included; but
-  it waits for no node of which the reading that was asked for came too late to count, where it has enough without it.
+- A demand for `nodes` to `max_nodes` nodes gets as many as are free, those that are free after a reading included. If a
+  reading came too late to count, and there are enough nodes without that one, it does not wait for it.
 
 Within a walk through the queue GPUs are only taken, as in `core.node_ranking`: a node is looked at once for each
 demand, and again when something was taken from it. The nodes come by their number of free GPUs, and the search ends

@@ -6,7 +6,7 @@ after the other, and each is too old when the next one ends: four nodes then wai
 
 - while a node is asked, no other is that would end later: once the last one has answered, all are asked together;
 - of nodes that take unequally long, the quicker are asked later, so that they end with the slowest;
-- a node whose reading is recent is asked again where it would be too old by then.
+- a recent reading is asked for again if it would be too old by then.
 
 How long a node takes is what its last reading took. Only when to ask rests on that, never a grant. A node that others
 ask all the time holds up no gang: what has been too old for twice as long as the slowest takes is asked in any case.
@@ -22,7 +22,7 @@ from gpulease_server.core.turn import Turn
 
 
 def nodes_to_ask(turn: Turn, old: Collection[str], gpus: Sequence[GpuRecord]) -> list[str]:
-    """The nodes to be asked now for a gang that would get these GPUs. `old`: those whose readings are too old."""
+    """The nodes to be asked now for a gang that would get these GPUs. `old`: those with a reading that is too old."""
     seen, nodes = turn.ledger.node_observations, dict.fromkeys([*(gpu.device.node for gpu in gpus), *old])
     if len(nodes) == 1:
         return list(old)

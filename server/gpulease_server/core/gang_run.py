@@ -333,7 +333,7 @@ def _with_node(part: JobMember) -> str:
 
 
 def _finish(turn: Turn, record: JobRecord) -> None:
-    """End an attempt of which every part has ended."""
+    """End an attempt after all of its parts have ended."""
     job, origin = record.job, _origin(record.job.members)
     is_told = record.grows_at is not None or job.preempt_at is not None or record.cancelled_at is not None
     is_done = not is_told or all(one.reason is None for one in job.members)

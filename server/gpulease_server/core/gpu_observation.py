@@ -75,7 +75,7 @@ def remove_missing_gpus(turn: Turn, observation: NodeObservation) -> None:
     """Forget each GPU that its node has not shown for `gone_after_s`: it was taken out, with all that was on it.
 
     Until then it is `unknown`, and may be waited for: a driver that restarts leaves out a GPU that it cannot reach for
-    a moment. One that an active lease holds stays. So does one that is cordoned, lest it come back as one that is not.
+    a moment. One that an active lease holds stays. So does a cordoned one: it is cordoned when it comes back.
     """
     for uuid, watch in observation.gpus.items():
         if watch.missing_since_s is None or observation.observed_at_s is None:

@@ -109,9 +109,10 @@ REVIVABLE = {False: (GpuState.FREE,), True: (GpuState.DRAINING, GpuState.UNKNOWN
 
 
 def can_revive(turn: Turn, lease: Lease) -> bool:
-    """True while every GPU remembers this grant as its last, and either still drains of it or is free; while its user's
-    limits still allow it, and its time is not over; and while its node is not paused, since an administrator may be
-    resetting the GPUs there.
+    """True if every GPU remembers this grant as its last, and still drains of it or is free.
+
+    The limits of its user must still allow it, and its time must not be over. Its node must not be paused: an
+    administrator may be resetting the GPUs there.
 
     | the GPU | drains | is free |
     |---|---|---|

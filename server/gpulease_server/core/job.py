@@ -1,9 +1,9 @@
 """A job's life: submitted with its lease, launched by a worker, reported, ended; and, where it may, tried again.
 
-Every attempt has a lease of its own. The lease of an attempt that has failed ends like any other and its GPUs drain, so
-that an unhealthy GPU is not taken again and nothing of the first attempt is left when the second begins; the next
-attempt's lease goes to the end of the queue, and takes part in it after a pause. The next attempt of one that was
-preempted (`core.preemption`) has its place, and does not pause.
+Every attempt has a lease of its own. When an attempt fails, its lease ends like any other and its GPUs drain. So an
+unhealthy GPU is not taken again, and nothing of the first attempt is left when the second begins. The next attempt's
+lease goes to the end of the queue, and takes part in it after a pause. After a preemption (`core.preemption`) the next
+attempt keeps the place, and does not pause.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Jobs that started so late that they would be in a window of someone else: they are ended before it begins.
 
 The time of a job counts from its start. `core.calendar` assumes that this is at most `JOB_START_S` after the grant, and
-`gang_start_s` more on several nodes. A host that restarts in between, or whose worker is away, takes the order later.
+`gang_start_s` more on several nodes. A host that restarts, or has no worker for a while, takes the order later.
 Such a job is the only one that is ended for a reservation: one that has held its GPUs for longer than its time and that
 delay. It is stopped as if cancelled, so early that what it leaves in memory can go too, and is not tried again.
 

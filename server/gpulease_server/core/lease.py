@@ -89,7 +89,7 @@ def enqueue(
 ) -> None:
     """Put a lease at the end of the queue, undecided. Nothing is recorded before the verdict.
 
-    A user of whom too much is undecided already is refused at once.
+    A user with too much undecided is refused at once.
     """
     user, size_bytes = lease.holder.user, lease_bytes(lease) + records_bytes(changes)
     refused = too_much_undecided(turn.pending, user, size_bytes, turn.policy.limits)
@@ -273,7 +273,7 @@ def _stale(lease_id: str, fencing_token: int | None) -> StaleToken:
 
 
 def lost_lease(lease: Lease) -> LeaseLost:
-    """The answer to a holder whose lease has ended."""
+    """The answer to the holder of an ended lease."""
     return LeaseLost(ended_sentence(lease), remedy="Stop using them and ask for a new lease.")
 
 

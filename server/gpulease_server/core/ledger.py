@@ -320,7 +320,7 @@ class Ledger(RequestQueue):
         self.ends_due.push(lease_id, self.ends_s)
 
     def withdraw(self, record: LeaseRecord) -> None:
-        """Take back a request of which nothing was recorded."""
+        """Take back a request that was not recorded."""
         del self.queue[bisect.bisect_left(self.queue, (record.arrival, record.lease.id))]
         self.demand_classes.remove(record)
         self._waits_no_more(record.lease)

@@ -140,7 +140,7 @@ def on_node_left(turn: Turn, node: str) -> None:
     """Take in that a worker has ended everything that it ran, and that its node goes for good, see `NodeReport.left`.
 
     What is left of it ends as for a node that is forgotten; but its jobs are tried elsewhere even without a retry that
-    is left. A node that an administrator has taken out of use, or a GPU of which, stays known.
+    is left. A node stays known if an administrator has taken it, or a GPU of it, out of use.
     """
     record = turn.ledger.nodes[node]
     _lose(turn, node, f"node {node} has left", unheard_since_s=float("inf"), is_off=True, has_left=True)

@@ -131,9 +131,10 @@ def count_overtake(turn: Turn, place: OrderedPlace) -> None:
 
 
 def keep_places(turn: Turn, order: UserOrder) -> None:
-    """After a walk: have the requests keep their places that GPUs are held for, or a limit of their group is claimed,
-    one of each user and priority, behind what their users have used meanwhile; and let those go that no end of a lease
-    would help."""
+    """After a walk: requests keep their places, moved back by what their users have used since.
+
+    One request of each user and priority does, if GPUs are held for it or it claims a limit of its group. A request
+    that the end of no lease would help does so no longer."""
     ledger, held_at = turn.ledger, order.reservations.held_at
     if not turn.policy.fair_share or not (held_at or ledger.places_kept):
         return

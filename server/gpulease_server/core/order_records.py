@@ -19,7 +19,7 @@ class Overtakes:
     go_first: tuple[str, ...] = ()
     """Lease ids, beside those that go first already."""
     missed: tuple[str, ...] = ()
-    """Ids of leases that go first, and whose limits kept them from GPUs that someone else was granted."""
+    """Ids of leases that go first: their limits kept them from GPUs that someone else was granted."""
 
 
 @dataclass(frozen=True, slots=True)

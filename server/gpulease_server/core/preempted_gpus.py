@@ -14,7 +14,7 @@ from gpulease_server.core.records import Instant, LeaseRecord
 
 
 def preemptions_under_way(ledger: Ledger, now: Instant, policy: Policy) -> Iterator[tuple[Preemption, LeaseRecord]]:
-    """Those whose GPUs are held, and the requests that they are held for."""
+    """Leases with GPUs that are held, and the requests that they are held for."""
     for one in ledger.preemptions.values():
         record = ledger.leases.get(one.lease_id)
         waits = record is not None and record.lease.state is LeaseState.QUEUED

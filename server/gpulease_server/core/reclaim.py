@@ -64,7 +64,7 @@ def _has_come(notice: ReclaimNotice | None, idle: IdleTime) -> bool:
 
 
 def _idle_leases(turn: Turn, ids: Iterable[str]) -> dict[str, IdleTime]:
-    """Those of which GPUs may be taken back, by id; the notices of all others are withdrawn."""
+    """Leases that GPUs may be taken back from, by id; the notices of all others are withdrawn."""
     idle: dict[str, IdleTime] = {}
     for lease_id in ids:
         found = _why_not(turn, turn.ledger.leases[lease_id])

@@ -178,7 +178,7 @@ class TokenBudgets:
 
 
 def new_budget(token_id: str, budget: Budget, now: Instant) -> BudgetRecord:
-    """A budget of which nothing is used."""
+    """An unused budget."""
     return BudgetRecord(token_id=token_id, budget=budget, day=now.at.date(), counted_at=now.at, counted_at_s=now.mono_s)
 
 

@@ -2,16 +2,16 @@
 
 Of the sets of so many usable GPUs the best one is, each rule deciding only where those before leave a tie:
 
-1. the one whose worst pair is connected best: a ring of ranks is as fast as its slowest hop,
-2. the one whose pairs are connected best together,
-3. the one that breaks the least NVLink: the sum over pairs of which one GPU is taken and the other stays free,
+1. the one with the best worst connection of a pair: a ring of ranks is as fast as its slowest hop,
+2. the one with the best connections in sum,
+3. the one that breaks the least NVLink: the sum over pairs of a GPU that is taken and one that stays free,
 4. the one on the fewest NUMA nodes,
 5. the one that breaks the least of all connections, so that GPUs behind one PCIe switch stay together,
 6. the first in the order of the indices.
 
 A single GPU has no pairs, so it is one that no free GPU is connected to well: what is left of a broken island.
 
-A pair of which nothing is known scores 0. Where nothing is known at all, all sets are equal but for their NUMA nodes.
+An unknown pair scores 0. Where nothing is known at all, all sets are equal but for their NUMA nodes.
 
 Cost
 ----

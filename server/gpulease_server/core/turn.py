@@ -31,7 +31,7 @@ class Turn:
     requested_readings: dict[str, float] = field(default_factory=dict)
     """Nodes asked for a fresh reading, and since when; outlives the turn."""
     waiting_holders: Container[str] = frozenset()
-    """Ids of leases whose holders wait for them at this moment: they are told of a grant once it is committed."""
+    """Ids of leases with a holder that waits at this moment: it is told of a grant once that is committed."""
     told: list[str] = field(default_factory=list)
     """Ids of those that were granted."""
     busy_ports: dict[str, set[int]] = field(default_factory=dict)

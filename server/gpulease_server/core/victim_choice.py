@@ -70,7 +70,7 @@ def longest_notice_s(leases: Sequence[LeaseRecord], policy: Policy) -> float:
 
 
 def may_be_preempted(reservations: Reservations, victim: LeaseRecord) -> bool:
-    """True for a lease that has opted in, has held its GPUs for long enough, and whose holder can be told."""
+    """True for a lease that has opted in and has held its GPUs for long enough, if its holder can be told."""
     ledger, now, policy, lease = reservations.ledger, reservations.now, reservations.policy, victim.lease
     if lease.state is not LeaseState.ACTIVE or lease.id not in ledger.preemptible:
         return False

@@ -34,11 +34,12 @@ read. After it every holder has a full `ttl_s`, and waiters look again.
 What works during an outage: `/healthz`; everything that is read from memory; **renewals**. A holder relies on its lease
 being recorded and lasting `ttl_s` more; it is, and it will, because an outage ends no lease and every lease gets a full
 `ttl_s` at its end, as after a restart. So a renewal is answered from memory and recorded with that last commit. Three
-exceptions: a lease that the failed turn may have granted, ended or revived; one that was granted out of the queue and
-of which its holder has not been told, because that it has been told outlasts a restart only if it is recorded; and a
-database that another daemon may have taken over meanwhile, which only the lock beside an SQLite file excludes. What
-does not work: requests, releases, jobs, anything an administrator changes, and the exchange with the nodes. Workers
-retry every 2 s; their GPUs are `unknown` after `silence_s`, and jobs go on.
+exceptions: a lease that the failed turn may have granted, ended or revived; a lease that was granted out of the queue,
+if its holder does not know yet, because only what is recorded outlasts a restart; and a database that another daemon
+may have taken over meanwhile. Only the lock beside an SQLite file excludes that.
+
+What does not work: requests, releases, jobs, anything an administrator changes, and the exchange with the nodes.
+Workers retry every 2 s; their GPUs are `unknown` after `silence_s`, and jobs go on.
 
 What each failure does
 ----------------------

@@ -56,7 +56,7 @@ def backup(url: str, file: Path) -> None:
             ) from error
         copy = sqlite_url(partial)
         found, newest = revisions(copy)
-        # Before an upgrade the schema is an older one, of which only the file can be checked.
+        # Before an upgrade the schema is an older one: only the file can be checked.
         wrong = check_database(copy) if found in {None, newest} else check_file(copy)
         if wrong:  # this also merges the WAL into the file
             raise BackupFailed(f"The copy is damaged: {wrong[0]}.", remedy="Run gpulease db check on the original.")

@@ -249,10 +249,11 @@ class Store:
         to_at: datetime | None = None,
         known: Mapping[str, LeaseRecord] | None = None,
     ) -> tuple[list[LeaseRecord], int | None]:
-        """Leases in these states (all when empty), newest first, those that arrived before number `after`, and the
-        number to continue after, None at the end; those whose id begins with `id_prefix`, of one user, with one label,
-        with GPUs of one node, of one job, with one GPU, that held GPUs after `from_at` or before `to_at` (any when
-        None). Those in `known` are taken from there instead of being read."""
+        """Leases in these states (all when empty), newest first, and the number to continue after, None at the end.
+
+        Only leases that arrived before number `after`; with an id that begins with `id_prefix`; of one user, label or
+        job; with GPUs of one node, or one GPU; that held GPUs after `from_at` or before `to_at` (any where None). Those
+        in `known` are taken from there instead of being read."""
         holder = tables.lease.c.holder
         given = {holder["user"]: user, holder["label"]: label}
         only = _given({part.as_string(): value for part, value in given.items()} | {tables.lease.c.job_id: job})

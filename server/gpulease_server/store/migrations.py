@@ -1,6 +1,6 @@
 """Alembic: runs the migrations, and compares the schema with `tables`.
 
-No other module imports it. A daemon whose database is empty or has the newest schema does without, which saves 10 MiB.
+No other module imports it. A daemon with an empty database, or the newest schema, does without it: that saves 10 MiB.
 """
 
 from __future__ import annotations

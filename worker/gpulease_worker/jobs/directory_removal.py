@@ -1,6 +1,6 @@
 """Removes directories in the background, one after another, also where their user would rather keep them.
 
-A directory of which the removal hangs or fails is named in the log, once, and left to the next worker; the others are
+If the removal of a directory hangs or fails, the log names it, once, and it is left to the next worker; the others are
 removed all the same.
 """
 

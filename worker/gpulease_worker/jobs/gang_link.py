@@ -43,7 +43,7 @@ HELLO_BYTES = 256
 MAX_STRANGERS = 16
 """How many may be connected at a time who have not said it; the oldest is dropped."""
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
-"""What a connection ends with whose other end is not there any more."""
+"""How a connection ends when its other end is gone."""
 READY, ENDED_WELL, FAILED = b"ready\n", b"0\n", b"1\n"
 
 
@@ -83,7 +83,7 @@ class GangLink:
         self._peers: dict[int, _Peer] = {}
         """By rank of their node; also of those that have ended."""
         self._done: set[int] = set()
-        """Ranks of the nodes whose parts have ended well."""
+        """Ranks of the nodes with a part that has ended well."""
         self._connecting: _Peer | None = None
         self._retry_at_s = 0.0
         self._end: PeerEnd | None = None

@@ -269,7 +269,7 @@ def _named(path: str, wanted: set[str]) -> list[str]:
 
 
 def _content(path: str) -> bytes:
-    """A file of /proc, of which the kernel hands out a page at a time. Less work than `Path.read_bytes`."""
+    """A file of /proc. The kernel hands it out a page at a time. Less work than `Path.read_bytes`."""
     descriptor, parts = os.open(path, os.O_RDONLY | os.O_CLOEXEC), []
     try:
         while part := os.read(descriptor, PAGE_BYTES):

@@ -1,10 +1,11 @@
 """Attributes processes to leases, and reports who still uses a draining GPU: what the driver alone cannot tell.
 
-A process belongs to a lease of its GPU if a cgroup that no user can make is named after the lease, if it is the lease's
-owner or descends from it or did so before an ancestor died (`owner_descendants`), or if GPULEASE_LEASE_ID names the
-lease in the environment that it or an ancestor was started with. The last is a claim (`lease_claims`): it counts only
-for processes of the lease's user. Any other process is foreign. A lease that is shown for a process always has GPUs on
-this node. The environments of one user take a bounded part of a reading; what is left over is attributed in the next.
+A process belongs to a lease of its GPU in one of three cases. Its cgroup is named after the lease, and no user can make
+that cgroup. It is the lease's owner, or descends from it, or did so before an ancestor died (`owner_descendants`). It
+or an ancestor was started with a GPULEASE_LEASE_ID that names the lease: this is a claim (`lease_claims`), and counts
+only for processes of the lease's user. Any other process is foreign. A lease that is shown for a process always has
+GPUs on this node. The environments of one user take a bounded part of a reading; what is left over is attributed in
+the next.
 """
 
 from __future__ import annotations

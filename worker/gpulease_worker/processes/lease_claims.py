@@ -26,9 +26,9 @@ from gpulease_worker.processes import bounded_read, cgroup_directory, procfs
 MARKER = "GPULEASE_LEASE_ID"
 """Environment variable that says under which lease a process works."""
 PART = "NODE_RANK"
-"""Environment variable that says of which node of a job on several nodes a process is."""
+"""Environment variable of a process of a job on several nodes: on which of them it is."""
 NO_USER = -1
-"""The user id of a lease whose user is not known yet."""
+"""The user id of a lease while its user is not known."""
 ENVIRONMENT_BYTES = 256 * 1024
 """As much of an environment is searched. A job has its marker at the beginning."""
 LEASE_BYTES = 128

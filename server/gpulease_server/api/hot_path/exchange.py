@@ -1,6 +1,6 @@
 """One request of the hot path and its answer.
 
-A renewal or release whose request has arrived as a whole needs no task: plain functions go from each state to the next,
+A renewal or release that has arrived as a whole needs no task: plain functions go from each state to the next,
 and the writer calls the one that answers. Where one has to wait, a task goes on from there.
 
     begin: turn -> caller -> body -> writer          _on_decided: turn -> answer -> written -> end

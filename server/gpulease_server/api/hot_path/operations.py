@@ -32,7 +32,7 @@ JSON = (b"content-type", b"application/json")
 
 @dataclass(slots=True)
 class Call:
-    """A request whose caller may make it."""
+    """A request that its caller may make."""
 
     name: str
     """The id of the lease, or the name of the node."""

@@ -348,7 +348,7 @@ async def _release(daemon: DaemonState, caller: Caller, lease_id: str, fencing_t
 
 
 def _ended(lease: Lease) -> LeaseLost:
-    """The answer to a request whose lease has ended. Without `env`, because its GPUs may be someone else's by now."""
+    """The answer to a request of an ended lease. Without `env`, because its GPUs may be someone else's by now."""
     if lease.fencing_token is None:
         detail, remedy = f"Request {lease.id} ended before it was granted: {lease.end_reason}.", "Ask again."
     else:

@@ -17,7 +17,7 @@ from gpulease_server.api import fair_share
 from gpulease_server.api.streams.log_source import LogSource
 
 AGAIN_S = 5.0
-"""Pause before a node whose log could not be read is asked again."""
+"""Pause before a node is asked again when its log could not be read."""
 
 NewSource = Callable[[JobMember, str, int | None], LogSource]
 """Makes the source of one node's log, from where to begin (an offset) and with how many last lines."""

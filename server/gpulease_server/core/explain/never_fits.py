@@ -84,7 +84,7 @@ def _on_one_node(demand: Demand, gpus: list[GpuRecord]) -> str:
 
 
 def _on_several_nodes(demand: Demand, gpus: list[GpuRecord]) -> str:
-    """How many nodes have enough GPUs of the model of which most have."""
+    """How many nodes have enough GPUs of one model: of the one that the most nodes have enough of."""
     counts = Counter((gpu.device.name or "", gpu.device.node) for gpu in gpus)
     nodes = Counter(model for (model, _), count in counts.items() if count >= demand.count)
     most = max(nodes.values(), default=0)

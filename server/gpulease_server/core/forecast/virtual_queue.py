@@ -334,9 +334,10 @@ def _pop_until(ends: list[tuple[float, str]], at_s: float) -> list[str]:
 def _end_s(
     ledger: Ledger, record: LeaseRecord, now: Instant, by_history: tuple[float, RemainingTime] | None = None
 ) -> float | None:
-    """When an active lease ends, on the monotonic clock, if it keeps its GPUs for as long as it declared, as the budget
-    of its token allows, or until then by history; None where nothing ends it, or should have done so long ago. Not by
-    what workers say: their clocks are their own."""
+    """When an active lease ends, on the monotonic clock: by its declared time, the budget of its token, or history.
+
+    None if nothing ends it, or should have done so long ago. What workers say does not count: their clocks are their
+    own."""
     lease, found = record.lease, list[float]()
     job = ledger.live_jobs.get(lease.job_id or "")
     if job is not None and job.stuck_on:
