@@ -63,8 +63,7 @@ class RecentUsage(Noun):
     """GPU-hours: of what was used a half-life ago half counts, 7 days unless set otherwise. What is held now counts for
     an hour more."""
     group: str | None = None
-    """The group by whose usage the user's requests are ordered first, where the administrator has given it a share;
-    null for a user in none."""
+    """The user's group, if the administrator has given it a share: its usage orders requests first. Null without."""
     group_gpu_hours: float | None = None
     """GPU-hours of all members of that group, counted in the same way; null without a group."""
     group_share: float | None = None
@@ -80,8 +79,8 @@ class Preempts(Noun):
     by: datetime
     """When they end at the latest, but for what SIGKILL does not end."""
     gpus: tuple[str, ...] = ()
-    """UUIDs of the GPUs that are held for the request, also of those that are still leased; empty where they are held
-    no longer, as they did not come in time or one is reserved for others, or as a lease keeps its own after all."""
+    """UUIDs of the GPUs that are held for the request, also of those that are still leased. Empty once they are held no
+    longer: they did not come in time, one is reserved for others, or a lease keeps its own after all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +104,8 @@ class Explanation(Noun):
     expected_samples: int | None = None
     """How many earlier leases tell, at least, how long each lease in the way lasts."""
     passed: int | None = None
-    """How many times a newer request was granted a GPU that this one could use, or, while its user's limit keeps this
-    one out, one of the same user was granted what this one needs of the limit; null unless queued."""
+    """How many times a newer request was granted a GPU that this one could use. While its user's limit keeps this one
+    out: how many times one of the same user was granted what this one needs of it. Null unless queued."""
     passed_s: float | None = None
     """Seconds since the first time; null if that never happened."""
     held: tuple[str, ...] = ()
@@ -117,7 +116,7 @@ class Explanation(Noun):
     preempts: Preempts | None = None
     """Which leases end so that this request can start; null where none do."""
     recent_usage: tuple[RecentUsage, ...] = ()
-    """Of its user, and of up to 3 users with less, whose requests go before it for that; empty unless queued."""
+    """Of its user, and of up to 3 users who go before it because they have less; empty unless queued."""
     after: tuple[str, ...] = ()
     """Jobs and arrays that must end before its job joins the queue."""
     obstacles: tuple[Obstacle, ...] = ()

@@ -265,9 +265,9 @@ class Lease(Noun):
     """Place in the queue, 1 is next; null unless queued."""
     expected_at: datetime | None = None
     """About when it is expected to be granted, in `GET /v1/leases` and `GET /v1/leases/{id}` without a wait: if every
-    lease lasts as long as was declared, and no newer request passes. Null where an end that it needs is not declared or
-    on a silent node, for all but the next 100 requests, where a second does not suffice to find it, as on 10,000 GPUs,
-    and from a standby. No promise."""
+    lease lasts as long as was declared, and no newer request passes. No promise. Null for all but the next 100
+    requests, and from a standby; also if an end that it needs is not declared or on a silent node, or a second does not
+    suffice to find it, as on 10,000 GPUs."""
     expected_basis: ExpectedBasis | None = None
     """On what that rests; null where it is not known."""
     expected_from: datetime | None = None
@@ -353,8 +353,8 @@ class Job(Noun):
     preemptible: bool = False
     """Whether an attempt may end, after a notice, for the first request that waits; then it is queued again."""
     fence_s: float | None = None
-    """Its node ends it after so many seconds without an answer of any daemon, and after 30 s more (and 0.2 %) the
-    daemon counts it as lost and starts its next attempt, if it has one; null: it survives every cut."""
+    """Its node ends it after so many seconds without an answer of any daemon. After 30 s more (and 0.2 %) the daemon
+    counts it as lost, and starts its next attempt if it has one. Null: it survives every cut."""
     preempt_at: datetime | None = None
     """By when its attempt has ended so that a request that waits can start; null unless it is preempted."""
     preempted: int = 0
@@ -409,13 +409,13 @@ class Node(Noun):
     observed_at: datetime | None = None
     """When the last reading was taken, at the earliest."""
     links: tuple[GpuLink, ...] = ()
-    """How its GPUs are connected, each pair once; a pair of which the driver tells nothing is left out."""
+    """How its GPUs are connected, each pair once, without pairs that the driver does not know."""
     islands: tuple[tuple[str, ...], ...] = ()
     """Its GPUs that NVLink connects, directly or through others: the UUIDs of each island of two or more."""
     realm: str | None = None
     """`BOOT/NAMESPACE`: /proc/sys/kernel/random/boot_id of its host, /proc/self/ns/pid of its worker. Where the same
     boot is found is its host. Null where the worker cannot tell."""
     available_until: datetime | None = None
-    """When the node goes; a job whose `timeout_s` ends later is not placed there. Null where no end is known."""
+    """When the node goes; a job with a later end by its `timeout_s` is not placed there. Null where no end is known."""
     leaving: bool = False
     """True while it is about to go: nothing is granted there, and its jobs are ended and tried elsewhere."""

@@ -153,8 +153,8 @@ class JobElsewhere(Noun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedGpu(Noun):
-    """A GPU of the node that its worker does not offer for leases, because another worker of the host has claimed it (a
-    GPU is in the ledger of one daemon), or because a job runs on it that another database ordered."""
+    """A GPU of the node that its worker does not offer for leases. Another worker of the host has claimed it (a GPU is
+    in the ledger of one daemon), or a job runs on it that another database ordered."""
 
     device: Device
     """The GPU."""
@@ -178,7 +178,7 @@ class NodeReport(Noun):
     """Ticket of the last answer that had arrived before this reading was begun, whole or not; null when it is `ticket`,
     and where there is no reading."""
     reread: tuple[str, ...] = ()
-    """UUIDs of the GPUs whose processes and health were read again in it; those of all others are as old as `ticket`.
+    """UUIDs of the GPUs with processes and health read again in it; those of all others are as old as `ticket`.
     Empty when it is a whole reading."""
     repeated: bool = False
     """True when the reading is the one of the report before, which the daemon has not answered: only jobs and owners
@@ -197,7 +197,7 @@ class NodeReport(Noun):
     claimed_elsewhere: tuple[ClaimedGpu, ...] = ()
     """Every other GPU of the node, also one on which a job of another database runs: it is known, and never granted."""
     links: tuple[GpuLink, ...] = ()
-    """How its GPUs are connected, each pair once; a pair of which the driver tells nothing is left out."""
+    """How its GPUs are connected, each pair once, without pairs that the driver does not know."""
     driver_version: str | None = None
     """NVIDIA driver version."""
     worker_version: str | None = None
@@ -215,8 +215,8 @@ class NodeReport(Noun):
     jobs: tuple[JobReport, ...] = ()
     """Every job that the worker has a record of."""
     jobs_elsewhere: tuple[JobElsewhere, ...] = ()
-    """Jobs that run on the node and of which it has no record, until the daemon has taken a report of this worker in:
-    none is while one of them is a job of the node."""
+    """Jobs that run on the node without a record of this worker. Reported until the daemon takes a report of this
+    worker in: it takes none while one of them is a job of the node."""
     realm: str | None = None
     """Boot and pid namespace in which this worker sees processes; null where it cannot tell."""
     owners: tuple[OwnerReport, ...] = ()
@@ -255,7 +255,7 @@ class NodeLease(Noun):
     job_id: str | None = None
     """The job that the daemon launched under it; null for a lease of a user's own."""
     user: str | None = None
-    """Login name of its holder, whose processes alone may claim it; null where the daemon does not know the holder."""
+    """Login name of its holder: only their processes may claim it. Null where the daemon does not know the holder."""
     uid: int | None = None
     """User id of its job, where a job has it. If `user` and `uid` are both null, as from a daemon that is one release
     older, the claims of every user's processes count."""

@@ -103,8 +103,8 @@ class LeaseRequest(RequestBody):
     """Only GPUs of this list of UUIDs."""
     topology: Literal["required", "preferred", "any"] = "preferred"
     """`preferred`: of the GPUs that are free on a node, those that are connected best. It never waits for others.
-    `required`: only GPUs of which each one is connected to each other one by NVLink, on each node; it waits for them,
-    and is refused where no node could ever have them. `any`: the first ones that are free."""
+    `required`: only GPUs that are all connected to each other by NVLink, on each node; it waits for them, and is
+    refused where no node could ever have them. `any`: the first ones that are free."""
     priority: Literal["interactive", "normal", "scavenge"] = "normal"
     """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
     after a time that the administrator sets, 4 hours unless told otherwise."""
@@ -263,8 +263,8 @@ class JobRequest(RequestBody):
     """Only GPUs with at least this much free memory."""
     topology: Literal["required", "preferred", "any"] = "preferred"
     """`preferred`: of the GPUs that are free on a node, those that are connected best. It never waits for others.
-    `required`: only GPUs of which each one is connected to each other one by NVLink, on each node; it waits for them,
-    and is refused where no node could ever have them. `any`: the first ones that are free."""
+    `required`: only GPUs that are all connected to each other by NVLink, on each node; it waits for them, and is
+    refused where no node could ever have them. `any`: the first ones that are free."""
     priority: Literal["interactive", "normal", "scavenge"] = "normal"
     """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
     after a time that the administrator sets, 4 hours unless told otherwise."""

@@ -52,7 +52,7 @@ class ReservationRequest(RequestBody):
     """Body of `POST /v1/reservations`: GPUs by UUID, or so many of a node; for a user, or for a group of limits."""
 
     node: Annotated[str | None, Bounds(minLength=1, maxLength=MAX_NAME, rule=NO_NAME)] = None
-    """The node of which `count` GPUs are to be kept."""
+    """The node where `count` GPUs are to be kept."""
     count: Annotated[int | None, Bounds(minimum=1, maximum=MAX_RESERVED_GPUS)] = None
     """How many GPUs of the node. The daemon chooses them."""
     gpus: Annotated[

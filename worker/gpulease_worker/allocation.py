@@ -83,9 +83,10 @@ def allocation_of(settings: WorkerSettings, leave: Callable[[float | None], None
 
 
 class ProcessAllocation:
-    """Lasts as long as each of some processes, those of an engine that gives this worker its GPUs; and no longer than
-    the worker has its token, which `gpulease fleet` revokes when the engine no longer has the pilot. A raylet of Ray
-    may live on although its GCS has given it up."""
+    """Lasts as long as the processes of an engine that gives this worker its GPUs, and as long as the worker's token.
+
+    `gpulease fleet` revokes the token when the engine no longer has the pilot: a raylet of Ray may live on although its
+    GCS has given it up."""
 
     def __init__(self, pids: tuple[int, ...], leave: Callable[[float | None], None]) -> None:
         self._pids, self._leave = pids, leave

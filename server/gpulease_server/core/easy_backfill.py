@@ -65,8 +65,8 @@ in the way of those that it passed, if others give back before their time."""
 MAX_HELD = 256
 """How many GPUs that are held for others are looked at."""
 MAX_LOOKS = 8192
-"""How many GPUs are looked at for when nodes serve those who were bypassed as often as they may be, and how often what
-is known of a node is looked up; beyond that, what is held opens for no one."""
+"""How many GPUs are looked at, and how often a node is looked up, to find when nodes serve those who were bypassed as
+often as they may be. Beyond that, what is held opens for no one."""
 MAX_TOLD = 8
 """How many requests that a grant passes are named."""
 MAX_TIMES = 8

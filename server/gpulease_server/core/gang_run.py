@@ -197,8 +197,8 @@ def _is_unheard(turn: Turn, part: JobMember) -> bool:
 
 
 def _tell(parts: Sequence[JobMember]) -> bool:
-    """True when the ends of these parts, of which some may be yet to be stopped, end those on all other nodes. One that
-    has ended well is not missed; and without the leader the others are not connected."""
+    """True when the ends of these parts end those on all other nodes; some may not be stopped yet. One that has ended
+    well is not missed; and without the leader the others are not connected."""
     missed = [one for one in parts if one.state is not PartState.EXITED or one.exit_code != 0 or one.follows]
     return bool(missed) and all(one in missed for one in parts if one.rank == 0)
 

@@ -152,10 +152,10 @@ def is_recent(
 ) -> bool:
     """True when a grant may rest on what the last report shows of a GPU.
 
-    It is at most `max_observation_age_s` old; or it was asked for, was begun after the request was made (`since_s`),
-    arrives in this very turn, and is older only by what it took, which is no longer than a reading may. Without the
-    second a node whose readings take longer than that age, because it has many GPUs or a busy driver, would never be
-    granted on. The readings of several nodes arrive in different turns: for a gang it need not be this one.
+    It is at most `max_observation_age_s` old. Or it was asked for, was begun after the request was made (`since_s`),
+    arrives in this very turn, and is older only by what it took, which is no longer than a reading may. Without this
+    second case nothing would be granted on a node with slow readings: it has many GPUs, or a busy driver. The readings
+    of several nodes arrive in different turns: for a gang it need not be this one.
     """
     at_s = observed_at(observation, uuid)
     if observation is None or observation.problem is not None or at_s is None:

@@ -17,7 +17,7 @@ What may become due with time alone, and from when on it is due:
 | a node was silent: its count is dropped | at once |
 | any other node | `silence_s` after the oldest last report |
 | an Idempotency-Key | `key_lifetime_s` after it became known |
-| a key of which the time has to be set, or one too many | at once |
+| a key without a time, or one too many | at once |
 
 "At once" is with the next tick, `runtime.writer.TICK_S` after the last one. The times are bounds from below: a tick may
 find that nothing was due, but a tick before them changes nothing. The tests check that of every tick of a test, see

@@ -61,9 +61,9 @@ class Policy:
     memory_tolerance_bytes: int = 256 * 2**20
     """A draining GPU's memory is back when it is at most this much over what it was while the GPU was free."""
     retained_memory_s: float = 30.0
-    """Memory that stays in use with no process, no device file that the lease's own have open, and no change for so
-    long is the driver's own, as on coherent systems (GH200), and no longer keeps a GPU from being clean. So long a
-    stranger's open device file delays a GPU at most."""
+    """Memory counts as the driver's own, as on coherent systems (GH200), if it stays in use for so long without change,
+    without a process, and without a device file that the lease's own have open. Then it no longer keeps a GPU from
+    being clean. A stranger's open device file delays a GPU for so long at most."""
     gone_after_s: float = 600.0
     """A GPU that its node has not shown for so long is forgotten; one that drains and comes back sooner drains on."""
     leftover_after_s: float = 1.0

@@ -23,8 +23,7 @@ def preemptions_under_way(ledger: Ledger, now: Instant, policy: Policy) -> Itera
 
 
 def preemptions_held(reservations: Reservations) -> Iterator[tuple[Preemption, LeaseRecord]]:
-    """Those of which the GPUs are held: not where the calendar has closed one of them to the request since, as it needs
-    them all."""
+    """Those with GPUs that are still held: not if the calendar has closed one to the request, which needs them all."""
     for one, record in preemptions_under_way(reservations.ledger, reservations.now, reservations.policy):
         if reservations.users.closed_to(record.lease).isdisjoint(one.gpus):
             yield one, record

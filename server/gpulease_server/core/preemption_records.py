@@ -27,7 +27,7 @@ def with_consent(demand: Demand) -> Demand:
 
 
 def was_preempted(job: Job) -> bool:
-    """True for a job whose next attempt is in the queue at the place of the one that was preempted, or was."""
+    """True if the last attempt of the job was preempted: the next one is, or was, in the queue at its place."""
     return bool(job.attempt_history) and job.attempt_history[-1].preempted
 
 

@@ -94,8 +94,8 @@ def _preempt_at(ledger: Ledger, lease: Lease) -> datetime | None:
 
 def _ends_in_s(ledger: Ledger, lease: Lease, now: Instant, end_s: float | None) -> float | None:
     """How long a lease still lasts, however often it is renewed; None for no end. In tenths of a second. `end_s`: when
-    its time or budget ends. A notice may be withdrawn up to its moment and while that is acted on, so a holder that
-    hears of the daemon is told to ask again, and does not give up a lease that goes on."""
+    its time or budget ends. A notice may be withdrawn up to its moment, and while it is acted on. So a holder
+    that reaches the daemon is told to ask again: it must not give up a lease that goes on."""
     if lease.job_id is not None:
         return None
     notice, waiting = ledger.reclaims.notices.get(lease.id), ledger.preemptions.get(ledger.preempting.get(lease.id, ""))

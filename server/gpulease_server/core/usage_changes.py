@@ -15,8 +15,9 @@ from gpulease_server.core.usage import entry_s, usage_of, weight_of
 def usage_changes(
     ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy
 ) -> list[UsageRecord | GroupUsage | UsageSteps]:
-    """The usage of a lease's user up to now, where this record of the lease is about to change what it holds; and the
-    new steps of the user and their group, if usage orders. Nothing where what it holds stays the same."""
+    """The usage of a lease's user up to now, if this record of the lease changes what it holds; else nothing.
+
+    Also the new steps of the user and their group, if usage orders."""
     before = ledger.leases.get(record.lease.id)
     if before is not None and before.lease is record.lease:
         return []

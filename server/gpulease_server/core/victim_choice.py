@@ -146,8 +146,8 @@ def _fewest(
     most: int,
     looks: Iterator[int],
 ) -> tuple[LeaseRecord, ...] | None:
-    """The fewest leases whose GPUs are enough together with the request's own; of several such sets the one of which
-    the least is lost."""
+    """The fewest leases that have enough GPUs together with the request's own; of several such sets the one that loses
+    the least."""
     ledger = reservations.ledger
     leases = [ledger.leases[lease_id] for lease_id in sorted(of_victims)]
     leases.sort(key=lambda one: _lost_s(reservations, one))

@@ -49,7 +49,7 @@ class DesiredStateTickets:
         return () if sent is None else sent.log_requests
 
     def is_up_to_date(self, node: str, ticket: int | None, desired: DesiredState) -> bool:
-        """True if the node's worker has received the last answer, and that answer was `desired`, whatever its
-        owners, for which the next answer is early enough, and the logs that it asks for, which need no reading."""
+        """True if the node's worker has received the last answer, and that answer was `desired`. Its owners do not
+        count: the next answer is early enough. Nor do the logs that it asks for: they need no reading."""
         sent = self._sent.get(node)
         return sent is not None and ticket == sent.ticket and WHAT_IS_NEWS(desired) == WHAT_IS_NEWS(sent)

@@ -1,10 +1,10 @@
 """Determines which process has a job: its supervisor, watched by pidfd; this worker, after a dead supervisor; or none.
 
-The lock of a job's directory decides. A supervisor holds it from before it launches until it ends, so while it is held
-the job is taken, whatever `start.json` says or does not say yet; and only its holder may record an end. The worker
-therefore takes it before it records one, and while it is taken, searches until it finds the supervisor. This is what
-makes it safe to start a supervisor twice: a worker may die right after it has started one, and the next worker starts
-another; that finds the lock taken and ends, and its end is not the job's.
+The lock of a job's directory decides. A supervisor holds it from before it launches until it ends. So while it is held
+the job is taken, whatever `start.json` says. Only its holder may record an end: the worker takes it before it records
+one. While another has it, the worker searches until it finds the supervisor. This makes it safe to start a supervisor
+twice: a worker may die right after it has started one, and the next worker starts another. That one finds the lock
+taken and ends, and its end is not the job's.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gpulease_worker.processes import lease_claims
 log = logging.getLogger(__name__)
 
 START_POLL_S = (0.5, 2.0)
-"""First and longest pause between two reads of the record of a starting job, of which its supervisor gives news, too:
-supervisors of an older version do not."""
+"""First and longest pause between two reads of the record of a starting job. Its supervisor gives news of it, too, but
+one of an older version does not."""
 SEARCH_S = (0.02, 1.0)
 """First and longest pause between two searches for the supervisor of a job whose lock is taken."""
 UNREADABLE_S = 60.0
