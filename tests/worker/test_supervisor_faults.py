@@ -109,6 +109,23 @@ def test_the_exit_status_is_not_lost_while_the_disk_is_full(tmp_path: Path) -> N
     assert end_of(directory).exit_code == 7
 
 
+def test_the_exit_status_is_not_lost_while_the_file_system_does_not_answer(tmp_path: Path) -> None:
+    directory = furnished(tmp_path / "j", order("j", spec("sh", "-c", "exit 7")))
+    stale = (
+        "\ndef stat(*_, **__):\n    pathlib.Path.stat = real\n    raise OSError(errno.ESTALE, 'Stale file handle')\n"
+        "real, write = pathlib.Path.stat, supervisor.job_records.write\n"
+        "def failing(directory, name, *rest, **more):\n"
+        f"    if name == {job_records.EXIT!r}:\n"
+        "        supervisor.job_records.write, pathlib.Path.stat = write, stat\n"
+        "        raise OSError(errno.ESTALE, 'Stale file handle')\n"
+        "    write(directory, name, *rest, **more)\n"
+        "supervisor.job_records.write = failing"
+    )
+    with supervising(directory, "supervisor.job_end.RETRY_S = 0.01" + stale) as supervisor:
+        assert supervisor.wait(60) == 0
+    assert end_of(directory).exit_code == 7
+
+
 def test_a_supervisor_ends_with_its_job_where_the_directory_was_removed(tmp_path: Path) -> None:
     go = tmp_path / "go"
     job = order("j", spec("sh", "-c", f"until test -e {go}; do sleep 0.01; done"))

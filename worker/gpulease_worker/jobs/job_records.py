@@ -205,7 +205,10 @@ def sync(directory: Path) -> None:
 
 def is_removed(directory: Path) -> bool:
     """True where someone has removed a job's directory, rather than that its file system is away."""
-    return directory.parent.is_dir() and not directory.exists()
+    try:
+        return directory.parent.is_dir() and not directory.exists()
+    except OSError:  # an I/O error, a stale file handle: it may come back
+        return False
 
 
 def now() -> datetime:
