@@ -585,3 +585,14 @@ def test_users_are_taken_to_be_on_the_steps_that_the_daemon_counts_every_five_mi
     here.pass_time(2)
     started = [one.id for one in waiting if here.now_of(one).state is LeaseState.ACTIVE]
     assert started == [min(said, key=said.__getitem__)]
+
+
+def test_a_user_who_holds_gpus_on_at_a_limit_of_gpu_hours_does_not_take_the_time_of_a_forecast() -> None:
+    here = world(2)
+    here.limit("ann", gpu_hours=0.5, window_s=HOUR_S)
+    here.lease(ttl_s=MANY)
+    here.at_s += HOUR_S
+    here.report()
+    here.lease(ttl_s=MANY)
+    turns = sum(one is None for one, _ in VirtualQueue(here.ledger, here.now, here.policy).starts())
+    assert 100 < turns < 300

@@ -16,8 +16,8 @@ Of a request that does not start in each of these plays nothing is said: an end 
 is no promise: later requests may go first, people cancel, GPUs break. Nothing here is ever used to decide.
 
 What must always hold: the ledger is read, never changed; no turn waits for a forecast; the work is bounded
-(`MAX_REQUESTS`, `MAX_OTHERS`, `MAX_TURNS`) and divided into steps. A step may be a whole turn: most of a second, where
-each request of a long queue asks for something else on 10,000 GPUs.
+(`MAX_REQUESTS`, `MAX_OTHERS`, `MAX_TURNS`, `MAX_OPENINGS`) and divided into steps. A step may be a whole turn: most of
+a second, where each request of a long queue asks for something else on 10,000 GPUs.
 
 | what happens | what is said |
 |---|---|

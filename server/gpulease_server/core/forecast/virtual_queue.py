@@ -55,6 +55,9 @@ MAX_LATE_S = 120.0
 """A lease that has outlasted its time for longer is not expected to end. A job begins later than its lease, by the
 preparation of its nodes, and has a grace at its end."""
 
+MAX_OPENINGS = 200
+"""After so many turns that time alone brings on, only ends of leases do. A user who holds GPUs on at a limit of
+GPU-hours brings on ever more of them, and no time would be left for the ranges."""
 TICK_S = 0.01
 """After its end a reservation has ended: later than by the rounding of clocks."""
 BUDGET_STEP_S = 1.0
@@ -133,6 +136,7 @@ class VirtualQueue:
                 yield None, begun_s
         at_s, ending = begun_s, list[str]()
         late_s = 2 * self._policy.retained_memory_s if any(gpu.draining for gpu in self._gpus) else 0.0
+        openings = 0
         for _ in range(MAX_TURNS):
             late_s = max([late_s, *(self._settled_late_s(ledger, one) for one in filter(None, ending))])
             if late_s and may_differ(ledger, self._policy, self._instant(at_s), late_s):
@@ -145,7 +149,9 @@ class VirtualQueue:
                         self._waiting.remove(record.lease.id)
                         yield record.lease.id, at_s
                 yield None, at_s
-            next_s = min(ends[0][0] if ends else math.inf, _opens_s(ledger, self._policy, self._instant(at_s)))
+            ends_s = ends[0][0] if ends else math.inf
+            opens_s = _opens_s(ledger, self._policy, self._instant(at_s)) if openings < MAX_OPENINGS else math.inf
+            next_s, openings = min(ends_s, opens_s), openings + (opens_s < ends_s)
             if not self._waiting or next_s == math.inf or next_s >= self._preempts_at_s:
                 return
             at_s = max(at_s, next_s)
