@@ -18,6 +18,7 @@ from gpulease_worker.doctor import CHECKS, examine, verdict
 from gpulease_worker.doctor_findings import Certificate, Finding, HostFacts, Joined, Outcome
 from gpulease_worker.doctor_service import UNITS
 from gpulease_worker.processes.procfs import INITIAL_PID_NAMESPACE
+from tests.client.fake_daemon import FakeDaemon
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
 from tests.squatter import EVE, ROOT, Squatter
 from tests.worker.stand_in import POOR, WHOLE, Driver
@@ -272,6 +273,18 @@ def test_what_is_fine_says_so() -> None:
     assert of_options.sentence == "The configuration of `serve` on this host names none."
     any_host = replace(CERTIFICATE, names=("*.example",))
     assert found(replace(WELL, certificate=any_host))["certificate"].health is Outcome.FINE
+
+
+def test_a_page_of_another_program_is_not_said_to_be_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = FakeDaemon()
+    daemon.fault = lambda line: "404"
+    monkeypatch.setenv("GPULEASE_URL", daemon.url)
+    try:
+        found = doctor_facts._daemon({})
+    finally:
+        daemon.stop()
+    assert "404" in found["daemon_problem"]
+    assert found["daemon_remedy"] == "Check that a gpulease daemon listens there."
 
 
 def test_a_daemon_whose_workers_see_no_gpu_is_not_said_to_grant() -> None:

@@ -180,7 +180,8 @@ def _daemon(joined: Mapping[str, str]) -> dict[str, Any]:
         problem = error.detail.removeprefix("Not ready: ")
         if any(problem in (node.reason or "") for node in facts["nodes"] or ()):
             return facts  # `workers` says it
-        remedy = "See its log, and that of its worker." if isinstance(error, Unavailable) else error.remedy
+        is_from_daemon = isinstance(error, Unavailable) and "by_proxy" not in error.extra
+        remedy = "See its log, and that of its worker." if is_from_daemon else error.remedy
         facts |= {"nodes": None, "daemon_problem": error.detail}
         return facts | {"daemon_remedy": remedy or "Start one with gpulease serve, or set GPULEASE_URL."}
     return facts | {"without_worker": ready.get("detail")}
