@@ -121,7 +121,8 @@ class Explanation(Noun):
     """Jobs and arrays that must end before its job joins the queue."""
     obstacles: tuple[Obstacle, ...] = ()
     """For each GPU of the daemon that cannot be granted to this request, why. Where the daemon has over 256 GPUs, only
-    those of its first nodes by name: of nodes that could serve the request, then of others."""
+    those of its first nodes by name: of nodes that could serve the request, for a gang first those with GPUs in use,
+    then of others."""
     unlisted_gpus: int = 0
     """How many GPUs of the daemon `obstacles` says nothing of for that reason."""
     nodes: tuple[NodeReadiness, ...] = ()

@@ -318,6 +318,19 @@ def test_of_very_many_gpus_those_are_listed_that_could_serve_the_request() -> No
     assert refused(World().node(gpus=1), 2).unlisted_gpus == 0
 
 
+def test_of_very_many_gpus_those_that_keep_a_gang_waiting_are_listed() -> None:
+    world, names = World(), [chr(0x100 + number) for number in range(42)]
+    for number, name in enumerate(names):
+        world.addresses[name] = f"10.1.0.{number}"
+        world.node(name)
+    for name in names[-2:]:
+        world.lease(8, node=name)
+    told = refused(world, 8, nodes=41)
+    assert {(one.node, one.code) for one in told.obstacles} == {(name, "leased") for name in names[-2:]}
+    assert "is held by" in told.sentence
+    assert "just become free" not in told.sentence
+
+
 def test_a_refusal_costs_as_much_with_ten_thousand_gpus_as_with_a_thousand() -> None:
     few, many = (calls_of_a_refusal(nodes) for nodes in (125, 1250))
     assert many < 1.5 * few

@@ -37,12 +37,15 @@ SLOW_S = 0.5
 
 def listed_gpus(ledger: Ledger, demand: Demand) -> Mapping[str, GpuRecord]:
     """The GPUs that an explanation goes into, by UUID: all of them, or, where these are over `MAX_LISTED`, those of
-    whole nodes by name, of nodes that could serve the demand first."""
+    whole nodes by name, of nodes that could serve the demand first; of these, for a gang, those that are all free last,
+    because they alone may be more."""
     if len(ledger.gpus) <= MAX_LISTED:
         return ledger.gpus
     could, found = find_candidates(ledger, demand).by_node, dict[str, GpuRecord]()
-    for node in [*sorted(could), *sorted(ledger.fleet.gpus_of_node)]:
-        more = {uuid: ledger.gpus[uuid] for uuid in could.get(node, ()) or ledger.fleet.gpus_of_node[node]}
+    free, of_node = ledger.fleet.free, ledger.fleet.gpus_of_node
+    all_free = {node for node in could if demand.nodes > 1 and len(free.get(node, ())) == len(of_node[node])}
+    for node in [*sorted(could.keys() - all_free), *sorted(all_free), *sorted(of_node)]:
+        more = {uuid: ledger.gpus[uuid] for uuid in could.get(node, ()) or of_node[node]}
         if found and len(found | more) > MAX_LISTED:
             break
         found |= more
