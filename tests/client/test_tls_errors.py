@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import AsyncClient, Client, DaemonUnavailable, InvalidRequest
-from gpulease.sansio.effects import NotConnected
+from gpulease.sansio.effects import NotConnected, ResponseLost
 from gpulease.sansio.failover import OutcomeUnknown
 from gpulease.sansio.tls_errors import tls_failure
 from gpulease_protocol.endpoints import ApiCall
@@ -172,6 +172,15 @@ def test_a_call_that_was_sent_over_tls_may_have_taken_effect_although_no_respons
     with pytest.raises(OutcomeUnknown) as of_async_client:
         asyncio.run(ask())
     assert str(of_client.value) == str(of_async_client.value)
+
+
+@pytest.mark.parametrize(("reason", "said"), [("TLSV13_ALERT_CERTIFICATE_REQUIRED", True), ("BAD_RECORD_TYPE", False)])
+def test_a_server_that_wants_a_certificate_of_the_client_says_so_after_a_call(reason: str, said: bool) -> None:
+    failure = ssl.SSLError(1, reason)
+    failure.reason = reason
+    error = tls_failure(failure, ResponseLost(reason), addresses.parse("https://gpubox:8750"))
+    alert = "TLS with https://gpubox:8750 failed: tlsv13 alert certificate required."
+    assert (error and error.sentence) == (alert if said else None)
 
 
 def test_a_server_that_does_not_answer_the_greeting_of_tls_is_not_called_untrusted(monkeypatch) -> None:

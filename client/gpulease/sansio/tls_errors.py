@@ -26,20 +26,23 @@ TRUST_REMEDY = (
     f"Name the file with its certificate, or that of its authority: gpulease --cacert FILE, {variables.CA_FILE}=FILE,"
     f" or {CA_KEY} under [client] in the configuration file."
 )
+NO_CERTIFICATE = "TLSV13_ALERT_CERTIFICATE_REQUIRED"
+"""What a server says that wants one of the client: in TLS 1.3 after the greeting, when a call may have been sent."""
 PROBE_TIMEOUT_S = 1.0
 """How long to try whether a server speaks TLS."""
 
 
 def tls_failure(error: BaseException, failed: NotConnected | ResponseLost, address: Address) -> NotTrusted | None:
-    """The failure to raise for a connection that TLS made fail; None for any other error, and once a call was sent."""
-    if not address.origin.startswith("https:") or isinstance(failed, ResponseLost):
+    """The failure to raise for a connection that TLS made fail; None for any other error, and once a call was sent that
+    the server may have taken."""
+    if not address.origin.startswith("https:"):
         return None
     import ssl  # noqa: PLC0415 - loaded already where https is used
 
     # In an event loop, a read that has to wait begins with an SSLWantReadError.
     causes = (cause for cause in _causes(error) if not isinstance(cause, ssl.SSLWantReadError))
     failure = next((cause for cause in causes if isinstance(cause, ssl.SSLError)), None)
-    if failure is None:
+    if failure is None or (isinstance(failed, ResponseLost) and failure.reason != NO_CERTIFICATE):
         return None
     if not isinstance(failure, ssl.SSLCertVerificationError):
         return _no_tls(failure, address)
