@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import random
 import re
+import threading
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_server.api.request_body import _may_be_unstorable
+from gpulease_server.api.routes import timeline, usage
 from gpulease_server.api.routes.front_page import MAX_WAITING
 from gpulease_server.api.routes.jobs import SUBMIT_BODY
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.runtime import clock
 from tests.daemon import DaemonProcess
 
 
@@ -82,3 +91,37 @@ def test_the_text_page_shows_the_beginning_of_a_long_queue_and_says_how_many_mor
     assert f"0 of 4 GPUs free, {MAX_WAITING + 3} waiting" in page
     for job in api.get("/v1/jobs?state=queued&limit=1000").json["items"]:
         api.call("POST", f"/v1/jobs/{job['id']}/cancel")
+
+
+def ask_timeline(daemon: Any) -> Coroutine[Any, Any, Any]:
+    return timeline.show_timeline(daemon, Request({"type": "http"}), limit=5000)
+
+
+@pytest.mark.parametrize("ask", [usage.show_usage, ask_timeline])
+def test_reads_that_take_seconds_leave_the_threads_to_others(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[Any], Coroutine[Any, Any, Any]]
+) -> None:
+    begun, may_end, reading, at_once = threading.Semaphore(0), threading.Event(), list[int](), list[int]()
+
+    def read(*_: object) -> tuple[bytes, None]:
+        reading.append(1)
+        at_once.append(len(reading))
+        begun.release()
+        assert may_end.wait(10)
+        reading.pop()
+        return b"", None
+
+    monkeypatch.setattr(usage, "gpu_usage", read)
+    monkeypatch.setattr(timeline, "_encoded", read)
+
+    async def story() -> None:
+        daemon = SimpleNamespace(store=None, ledger=Ledger(), policy=None, now=clock.now, long_read=asyncio.Lock())
+        async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
+            for _ in range(60):  # more than there are threads
+                asking.create_task(ask(daemon))
+            await asyncio.sleep(0)
+            assert await asyncio.to_thread(begun.acquire, timeout=30), "a thread is left for who reads little"
+            may_end.set()
+
+    asyncio.run(story())
+    assert at_once == [1] * 60

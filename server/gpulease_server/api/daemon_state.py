@@ -67,6 +67,9 @@ class DaemonState:
     forecasts: StartForecasts = field(default_factory=StartForecasts)
     gpu_lists: SharedAnswers = field(default_factory=SharedAnswers)
     """The answers to `GET /v1/gpus`."""
+    long_read: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Who reads for seconds holds it meanwhile: such reads are one at a time, or they would take all threads of the
+    others, and the interpreter's lock from the event loop."""
 
     def __post_init__(self) -> None:
         self.log_relay = LogRelay(lambda node: self.writer.wakeups.wake([f"node:{node}"]))

@@ -51,16 +51,16 @@ async def show_timeline(
 ) -> Response:
     """What happened to each GPU in a period: which leases held it; when it was unhealthy, cordoned, used outside any
     lease, unknown, or slow to get clean; and how long the queue was. A time without an offset is UTC."""
-    now = daemon.now()
-    begin, end = begin_and_end(from_at, to_at, now.at, DEFAULT_PERIOD)
+    begin, end = begin_and_end(from_at, to_at, daemon.now().at, DEFAULT_PERIOD)
     try:
         after = None if cursor is None else read_cursor(cursor)
     except OverflowError:
         raise InvalidRequest(f"cursor: {cursor} is not the `next` of a page.") from None
     scope = Scope(from_at=begin, to_at=end, gpu=gpu, node=node, user=user)
-    content, next_cursor = await asyncio.to_thread(
-        _encoded, daemon.store, scope, copy_of(daemon.ledger), now, daemon.policy, limit, after
-    )
+    async with daemon.long_read:
+        content, next_cursor = await asyncio.to_thread(
+            _encoded, daemon.store, scope, copy_of(daemon.ledger), daemon.now(), daemon.policy, limit, after
+        )
     response = Response(content, media_type="application/json")
     link_to_next(request, response, next_cursor)
     return response

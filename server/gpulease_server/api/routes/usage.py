@@ -38,4 +38,5 @@ async def show_usage(
     begin, end = begin_and_end(from_at, to_at, daemon.now().at, DEFAULT_PERIOD)
     if by is UsageKey.DAY and end - begin > timedelta(days=MAX_SHARES - 1):
         raise InvalidRequest(f"from: a period by day has at most {MAX_SHARES - 1} days.", remedy="Ask for less.")
-    return await asyncio.to_thread(gpu_usage, daemon.store, begin, end, by, user)
+    async with daemon.long_read:
+        return await asyncio.to_thread(gpu_usage, daemon.store, begin, end, by, user)
