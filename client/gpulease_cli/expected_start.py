@@ -23,6 +23,7 @@ def expected_starts(
     job_of = {job.lease_id: job for job in jobs}
     endless = _longest_without_limit(gpus, holding, job_of) if len({gpu.node for gpu in gpus}) == 1 else None
     running = Counter(job.array_id for job in jobs if job.state is not JobState.QUEUED)
+    free = Counter(gpu.reserved_for for gpu in gpus if gpu.state is GpuState.FREE)
     found: dict[str, str] = {}
     for lease in queue:
         demand, job = lease.demand, job_of.get(lease.id)
@@ -33,7 +34,7 @@ def expected_starts(
             found[lease.id] = "after other jobs"
         elif job is not None and job.array_at_most and running[job.array_id] >= job.array_at_most:
             found[lease.id] = f"its array runs {job.array_at_most} at once"
-        elif _free_for(lease, gpus) >= demand.count:
+        elif free[None] + free[lease.id] >= demand.count:  # the others are held for other requests
             continue
         elif endless and any_will_do and demand.topology is not TopologyMode.REQUIRED:
             found[lease.id] = _without_limit(endless, job_of.get(endless.id), now)
@@ -50,11 +51,6 @@ def expected_start(lease: Lease, now: datetime) -> str:
     from_s, until_s = _seconds_until(lease.expected_from, now), _seconds_until(lease.expected_until, now)
     latest = format_duration(until_s)
     return f"in {_coarse(from_s)} to {latest}" if from_s >= 1 else f"within {latest}"
-
-
-def _free_for(lease: Lease, gpus: Sequence[Gpu]) -> int:
-    """How many GPUs are free that are not held for another request."""
-    return sum(gpu.state is GpuState.FREE and gpu.reserved_for in (None, lease.id) for gpu in gpus)
 
 
 def _coarse(seconds: float) -> str:

@@ -13,11 +13,11 @@ CUT, DROP = {"WHO": 14, "WANTS": 8, "START": 12}, ("LEASE",)
 
 def queue_rows(now: Snapshot, *, short: bool) -> list[tuple[str, ...]]:
     """A row for each waiting request, the next one first; `short` for a terminal, with the beginnings of ids."""
-    starts = expected_starts(now.gpus, now.leases, now.jobs, now.queue, now.at)
+    starts, jobs = expected_starts(now.gpus, now.leases, now.jobs, now.queue, now.at), now.job_of_lease
     return [
         (
             str(lease.position or "-"),
-            describe_holder(lease.holder, job_label(now.job_of_lease.get(lease.id))),
+            describe_holder(lease.holder, job_label(jobs.get(lease.id))),
             describe_demand(lease.demand),
             format_duration((now.at - lease.created_at).total_seconds()),
             starts.get(lease.id, "-"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpulease_cli.expected_start import expected_starts
+from gpulease_cli.queue_table import queue_rows
 from gpulease_cli.snapshot import Snapshot
 from gpulease_cli.top_picture import SORT_KEYS, bar, heading, lines
 from gpulease_protocol.errors import NotFound, Unavailable
@@ -150,6 +152,26 @@ def test_no_one_is_said_to_be_in_the_way_of_a_request_for_which_enough_gpus_are_
     gpus = [gpu(0, GpuState.LEASED, lease_id="L-0"), held_for, others]
     assert starts(waits("Q-1", 1), limits=(None,), gpus=gpus) == {}
     assert starts(waits("Q-1", 2), limits=(None,), gpus=gpus)["Q-1"].endswith("no end declared")
+
+
+class Read(tuple[Any, ...]):
+    """Counts how many times it is gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_the_queue_goes_through_gpus_and_jobs_as_often_for_many_who_wait_as_for_few() -> None:
+    times = set()
+    for waiting in (2, 50):
+        leases = tuple(waits(f"lease-{number}", 9) for number in range(waiting))
+        gpus, jobs = Read(eight_gpus()[0]), Read([job(one.id, one.id, None) for one in leases])
+        assert len(queue_rows(snapshot(gpus=gpus, leases=leases, jobs=jobs), short=False)) == waiting
+        times.add((gpus.times, jobs.times))
+    assert len(times) == 1, times
 
 
 def test_nothing_is_said_of_requests_for_certain_gpus() -> None:
