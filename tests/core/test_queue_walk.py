@@ -25,11 +25,10 @@ from gpulease_server.core.node_ranking import NodeRankings
 from gpulease_server.core.order_records import Overtakes, PlacesKept
 from gpulease_server.core.placement import RankedNode, Search
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.presentation import gpu_views
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import BypassCounts, Change, GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
-from tests.core.build import GIB, World, gpu
+from tests.core.build import GIB, World, gpu, gpu_views
 
 
 class EveryRequest(QueueWalk):
@@ -229,7 +228,7 @@ class Story:
         world = self.world
         records = list(world.ledger.queued())[:8]
         reasons = [explain(world.ledger, record, world.now, world.policy) for record in records]
-        return [*reasons, gpu_views(world.ledger, world.now, world.policy), world.ledger.queue, world.wanted.copy()]
+        return [*reasons, gpu_views(world), world.ledger.queue, world.wanted.copy()]
 
 
 def tell(
