@@ -161,24 +161,25 @@ def test_limits_are_of_the_controllers_that_are_asked_for() -> None:
     assert JobSettings(max_processes=0, memory_bytes=2**40).cgroup_limits == {"memory.max": 2**40}
 
 
+def fork_into(directory: str) -> None:
+    """Print what the child is and where, and how it ended. In a process with one thread, as a supervisor has: elsewhere
+    another thread may hold a lock of malloc, for which the child of a bare clone waits for ever."""
+    pid = cgroup_fork.fork_into(Path(directory))
+    if pid == 0:
+        print(os.getpid(), cgroup_directory.own_directory(), flush=True)
+        os._exit(7)
+    assert pid is not None, "a kernel since 5.7 can do this"
+    print(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
 def test_a_process_is_forked_into_a_cgroup() -> None:
     group = cgroup.create(f"gpulease-test-fork-{os.getpid()}")
     if group is None:  # this machine allows no one to create one
         return
-    reading, writing = os.pipe()
     try:
-        pid = cgroup_fork.fork_into(group.path)
-        if pid == 0:
-            try:
-                os.write(writing, f"{os.getpid()} {cgroup_directory.own_directory()}".encode())
-            finally:
-                os._exit(7)
-        assert pid is not None, "a kernel since 5.7 can do this"
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        assert os.read(reading, 4096).decode() == f"{pid} {group.path}"
+        pid, place, same, code = in_a_process(fork_into, str(group.path)).split()
+        assert (place, same, code) == (str(group.path), pid, "7")
     finally:
-        os.close(reading)
-        os.close(writing)
         assert group.remove()
 
 
@@ -187,18 +188,24 @@ def test_where_that_is_not_possible_nothing_is_forked(tmp_path: Path) -> None:
     assert cgroup_fork.fork_into(tmp_path / "missing") is None
 
 
-@pytest.mark.parametrize("into", [True, False])
-def test_a_job_runs_in_its_cgroup_from_the_beginning(tmp_path: Path, monkeypatch, into: bool) -> None:
-    """Whether it was made there, or had to move."""
-    if not into:
-        monkeypatch.setattr(cgroup_fork, "fork_into", lambda directory: None)
-    group = cgroup.create(f"gpulease-test-spawn-{os.getpid()}")
-    job = order("j", spec("cat", "/proc/self/cgroup"))
-    plan = launch_plan.plan_launch(job, own=os.environ, url="", python=sys.executable, work=tmp_path, logs=tmp_path)
-    with (tmp_path / "log").open("wb") as log:
+def spawn_into(directory: str, place: str | None, can_fork: bool) -> None:
+    """A job that shows its cgroup in a log of this directory. In a process with one thread, as `fork_into`."""
+    if not can_fork:
+        cgroup_fork.fork_into = lambda directory: None
+    job, here = order("j", spec("cat", "/proc/self/cgroup")), Path(directory)
+    plan = launch_plan.plan_launch(job, own=os.environ, url="", python=sys.executable, work=here, logs=here)
+    group = None if place is None else cgroup.Cgroup(Path(place), limited=False)
+    with (here / "log").open("wb") as log:
         child = spawn.spawn(plan, log.fileno(), group)
     os.waitpid(child.pid, 0)
     child.close()
+
+
+@pytest.mark.parametrize("into", [True, False])
+def test_a_job_runs_in_its_cgroup_from_the_beginning(tmp_path: Path, into: bool) -> None:
+    """Whether it was made there, or had to move."""
+    group = cgroup.create(f"gpulease-test-spawn-{os.getpid()}")
+    in_a_process(spawn_into, str(tmp_path), None if group is None else str(group.path), into)
     if group is not None:
         assert group.remove()
         assert f"/{group.path.name}\n" in (tmp_path / "log").read_text()
