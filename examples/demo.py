@@ -118,7 +118,8 @@ def demonstrate(directory: Path, simulate: int | None) -> None:
 def driver_shows_gpus() -> bool:
     """Whether NVML shows a GPU. Asked in a process of its own, because a sick driver can hang its caller."""
     question = (
-        "import sys; from gpulease_worker.probe import nvml_check; sys.exit(0 if nvml_check.is_available() else 3)"
+        "import sys; from gpulease_worker.probe.nvml_check import unavailable_reason;"
+        " sys.exit(3 if unavailable_reason() else 0)"
     )
     try:
         asked = subprocess.run(
