@@ -163,7 +163,7 @@ def test_limits_are_of_the_controllers_that_are_asked_for() -> None:
 
 def fork_into(directory: str) -> None:
     """Print what the child is and where, and how it ended. In a process with one thread, as a supervisor has: elsewhere
-    another thread may hold a lock of malloc, for which the child of a bare clone waits for ever."""
+    another thread may hold a lock of malloc, for which the child of a bare clone waits forever."""
     pid = cgroup_fork.fork_into(Path(directory))
     if pid == 0:
         print(os.getpid(), cgroup_directory.own_directory(), flush=True)
