@@ -14,7 +14,7 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import ExpectedBasis, GpuState, LeaseState, NodeMode, Priority
+from gpulease_protocol.model import ExpectedBasis, GpuState, Lease, LeaseState, NodeMode, Priority
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import END_MARGIN_S
@@ -40,6 +40,15 @@ def expected(ledger: Ledger, now: Instant, policy: Policy) -> dict[str, Expected
     for _ in forecast.steps():
         pass
     return forecast.starts
+
+
+def starts_in(here: World, waiting: Lease, seconds: float) -> None:
+    """It waits until a second before that, and has its GPUs half a second after."""
+    here.at_s += seconds - 2
+    here.pass_time(1)
+    assert here.now_of(waiting).state is LeaseState.QUEUED
+    here.pass_time(1.5)
+    assert here.now_of(waiting).state is LeaseState.ACTIVE
 
 
 def in_s(world: World, lease_id: str) -> int | None:
@@ -516,11 +525,7 @@ def test_one_whose_gpu_hours_are_used_starts_when_enough_leave_the_window() -> N
     said = in_s(here, waiting.id)
     assert said is not None
     here.pass_time(15)
-    here.at_s += said - 17
-    here.pass_time(1)
-    assert here.now_of(waiting).state is LeaseState.QUEUED
-    here.pass_time(1.5)
-    assert here.now_of(waiting).state is LeaseState.ACTIVE
+    starts_in(here, waiting, said - 15)
 
 
 def test_a_request_starts_on_what_was_held_for_another_once_that_no_longer_fits_before_a_window() -> None:
@@ -530,11 +535,7 @@ def test_a_request_starts_on_what_was_held_for_another_once_that_no_longer_fits_
     first, behind = here.lease(2, time_s=200.0, ttl_s=HOUR_S), here.lease(user="cid", time_s=60.0, ttl_s=HOUR_S)
     closes_s = 1000 - END_MARGIN_S - 200
     assert [in_s(here, one.id) for one in (first, behind)] == [4600, closes_s]
-    here.at_s += closes_s - 2
-    here.pass_time(1)
-    assert here.now_of(behind).state is LeaseState.QUEUED
-    here.pass_time(1.5)
-    assert here.now_of(behind).state is LeaseState.ACTIVE
+    starts_in(here, behind, closes_s)
 
 
 def test_a_request_starts_when_its_token_has_a_new_day() -> None:
