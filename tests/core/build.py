@@ -400,9 +400,13 @@ class World:
         """The lease as the ledger has it now."""
         return self.ledger.leases[lease.id].lease
 
+    def view(self, lease: Lease) -> Lease:
+        """The lease as its holder is shown it now."""
+        return lease_view(self.ledger, self.ledger.leases[lease.id], self.now, self.policy)
+
     def position(self, lease: Lease) -> int | None:
         """The place in the queue that its holder is shown."""
-        return lease_view(self.ledger, self.ledger.leases[lease.id], self.now, self.policy).position
+        return self.view(lease).position
 
     def lose_reports(self) -> None:
         """Nothing of what the nodes have reported is known any more, as after a restart."""

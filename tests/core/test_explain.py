@@ -112,7 +112,7 @@ def test_what_is_in_the_way_of_a_gpu(happens: Callable[[World], object], code: s
 
 def test_the_facts_are_there_for_programs_too() -> None:
     world = World().node(gpus=2)
-    held = world.lease(ttl_s=HOUR_S)
+    held = world.view(world.lease(ttl_s=HOUR_S))
     world.node(gpus=[gpu(0, pids=(7,), lease=held.id), gpu(1, pids=(4242,))])
     first, second = refused(world, 2).obstacles
     assert (first.lease_id, first.pids) == (held.id, (7,))

@@ -38,7 +38,7 @@ def test_a_time_to_hold_gpus_is_a_year_at_most(body: Any, name: str, what: dict[
 
 def test_a_time_beyond_the_calendar_harms_no_turn_and_no_list() -> None:
     world = World().node()
-    lease = world.lease(time_s=1e300)
+    lease = world.view(world.lease(time_s=1e300))
     assert lease.state is LeaseState.ACTIVE
     assert lease.ends_at is not None
     assert lease.ends_at.year == world.now.at.year + 100

@@ -36,7 +36,7 @@ from tests.core.build import GIB, World, gpu, uuid
 
 def test_a_request_that_fits_is_granted_whole() -> None:
     world = World().node(gpus=4)
-    lease = world.lease(3)
+    lease = world.view(world.lease(3))
     assert lease.state is LeaseState.ACTIVE
     assert [device.index for device in lease.gpus] == [0, 1, 2]
     assert lease.env["CUDA_VISIBLE_DEVICES"] == ",".join(uuid(index) for index in range(3))
@@ -285,7 +285,7 @@ def test_a_lease_is_never_said_to_expire_later_than_it_does() -> None:
     """A tenth of a millisecond of difference made a lease end before the time that its holder was told."""
     for tenths in range(10):
         world = World().node(gpus=1)
-        lease = world.lease(ttl_s=10 + tenths / 10_000)
+        lease = world.view(world.lease(ttl_s=10 + tenths / 10_000))
         assert lease.expires_at is not None
         assert lease.granted_at is not None
         assert lease.expires_at - lease.granted_at == timedelta(seconds=10), "the millisecond in which it expires"

@@ -27,7 +27,7 @@ from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared, shorten_deadline
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.preemption_records import with_consent
-from gpulease_server.core.presentation import lease_answer, lease_view
+from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.reclaim_rule import with_reclaim_rule
 from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn
@@ -135,7 +135,7 @@ def answer_repeated(turn: Turn, cause: str, key: IdempotencyKey | None) -> bool:
     elif known.result_id in turn.ledger.jobs:
         turn.answer(cause, turn.ledger.jobs[known.result_id].job)
     elif known.result_id in turn.ledger.leases:
-        turn.answer(cause, lease_answer(turn.ledger, turn.ledger.leases[known.result_id], turn.now, turn.policy))
+        turn.answer(cause, turn.ledger.leases[known.result_id].lease)
     else:
         turn.answer(cause, MadeLongAgo(known.result_id))
     return True

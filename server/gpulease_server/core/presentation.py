@@ -99,16 +99,12 @@ def _ends_in_s(ledger: Ledger, lease: Lease, now: Instant, end_s: float | None) 
     if lease.job_id is not None:
         return None
     notice, waiting = ledger.reclaims.notices.get(lease.id), ledger.preemptions.get(ledger.preempting.get(lease.id, ""))
+    if notice is None and waiting is None and end_s is None:
+        return None  # as nearly always
     told = (None if notice is None else notice.at_s, None if waiting is None else waiting.end_s)
     told_s = [max(at_s, now.mono_s + ASK_AGAIN_S) for at_s in told if at_s is not None]
     first_s = min([*told_s, math.inf if end_s is None else end_s])
     return None if math.isinf(first_s) else max(0.0, math.floor((first_s - now.mono_s) * 10) / 10)
-
-
-def lease_answer(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Lease:
-    """What a turn answers to a request: without the place in the queue, which may cost more than the verdict. Who shows
-    the lease asks for its view after the turn."""
-    return record.lease if record.lease.state is LeaseState.QUEUED else lease_view(ledger, record, now, policy)
 
 
 def lease_problems(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -> tuple[str, ...]:

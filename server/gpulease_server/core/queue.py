@@ -24,7 +24,6 @@ from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates, min_gpus
 from gpulease_server.core.preempted_gpus import hold_preempted_gpus, preemptions_under_way
-from gpulease_server.core.presentation import lease_answer
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord, NotBefore
 from gpulease_server.core.recounted_bypasses import recount_bypasses
@@ -310,4 +309,4 @@ def _answer(turn: Turn, record: LeaseRecord, pending: PendingRequest) -> None:
     current = turn.ledger.leases[record.lease.id]
     job = turn.ledger.jobs.get(current.lease.job_id or "")
     for cause in pending.causes:
-        turn.answer(cause, job.job if job else lease_answer(turn.ledger, current, turn.now, turn.policy))
+        turn.answer(cause, job.job if job else current.lease)

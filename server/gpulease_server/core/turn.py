@@ -16,7 +16,8 @@ from gpulease_server.core.records import Change, Instant, KeyRecord, LeaseRecord
 from gpulease_server.core.usage_changes import usage_changes
 
 Answer = Lease | Job | GpuleaseError | None
-"""What a caller is told. An error is a value here: refusing is an expected outcome."""
+"""What a caller is told. An error is a value here: refusing is an expected outcome. A lease that was requested is as
+the ledger has it: who shows it looks at it after the commit."""
 
 
 @dataclass
