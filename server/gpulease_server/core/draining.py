@@ -125,10 +125,9 @@ def free_clean_gpus(turn: Turn, observation: NodeObservation, readings: Mapping[
 
     One that they do not show goes on draining. Costs what they show, however many GPUs drain elsewhere.
     """
-    for uuid, reading in readings.items():
-        since_s = turn.ledger.draining_since.get(uuid)
-        if since_s is None:
-            continue
+    draining_since = turn.ledger.draining_since
+    for uuid in [uuid for uuid in readings if uuid in draining_since]:
+        reading, since_s = readings[uuid], draining_since[uuid]
         gpu, at_s = turn.ledger.gpus[uuid], observed_at(observation, uuid)
         if gpu.device.node != observation.node or at_s is None or at_s <= since_s:
             continue

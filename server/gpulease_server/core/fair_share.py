@@ -47,7 +47,7 @@ from gpulease_server.core.group_usage import step_changes
 from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.order_records import UsageRemoved
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.usage import entry_s, usage_of, weight_of
+from gpulease_server.core.usage import entry_time_s, usage_of, weight_of
 
 RECOUNT_S = 300.0
 """How often the steps of all who wait are found again."""
@@ -90,7 +90,7 @@ def _begin(turn: Turn) -> None:
         if record.lease.state is LeaseState.ACTIVE:
             user, weight = record.lease.holder.user or "", weight_of(record.lease.gpus, policy)
             held[user] = held.get(user, 0.0) + weight
-            entries_s[user] = entries_s.get(user, 0.0) + entry_s(record.lease, weight)
+            entries_s[user] = entries_s.get(user, 0.0) + weight * entry_time_s(record.lease)
     for user in dict.fromkeys([*ledger.usage, *held]):
         usage = usage_of(ledger, user, turn.now, policy)
         if user not in held and usage.used_s < NOTHING_S:

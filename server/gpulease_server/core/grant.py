@@ -81,10 +81,12 @@ def free_port(turn: Turn, node: str, lease_id: str) -> int:
     begin = zlib.crc32(lease_id.encode())
     observation = ledger.node_observations.get(node)
     reserved = () if observation is None else observation.ports_reserved
-    order = (ports[(begin + step) % len(ports)] for ports in (reserved, LEASE_PORTS) for step in range(len(ports)))
-    found = next((port for port in order if port not in busy), LEASE_PORTS[begin % len(LEASE_PORTS)])
-    busy.add(found)
-    return found
+    for ports in (reserved, LEASE_PORTS):
+        for step in range(begin, begin + len(ports)):
+            if (port := ports[step % len(ports)]) not in busy:
+                busy.add(port)
+                return port
+    return LEASE_PORTS[begin % len(LEASE_PORTS)]
 
 
 def _busy_ports(ledger: Ledger, node: str) -> set[int]:

@@ -181,6 +181,9 @@ class RequestQueue:
     def _waits_no_more(self, lease: Lease) -> None:
         self.go_first.pop(lease.id, None)
         self.places_kept.pop(lease.id, None)
+        self.not_before.pop(lease.id, None)
+        for bypasses in (self.bypasses, *self.limit_bypasses.values()):
+            bypasses.pop(lease.id, None)
         self.limits.count_queued(lease.holder, -1)
         self._count_bytes(lease.id, lease.holder.user, 0)
 

@@ -12,5 +12,5 @@ def wall_clock(now: Instant, mono_s: float) -> datetime:
     """The wall-clock time of a monotonic moment, as seen from now; at most a century from now.
 
     The millisecond in which it lies: what is said to end then never ends before it."""
-    at = now.at + timedelta(seconds=min(mono_s - now.mono_s, LONGEST_S))
-    return at.replace(microsecond=at.microsecond // 1000 * 1000)
+    after_us = round(min(mono_s - now.mono_s, LONGEST_S) * 1e6)
+    return now.at + timedelta(0, 0, after_us - (now.at.microsecond + after_us) % 1000)

@@ -50,10 +50,10 @@ def _weight(name: str, policy: Policy) -> float:
     return next((weight for text, weight in policy.gpu_weights if text.lower() in name.lower()), 1.0)
 
 
-def entry_s(lease: Lease, weight: float) -> float:
-    """What counts for a lease beside the time that it has held its GPUs, in GPU-seconds."""
+def entry_time_s(lease: Lease) -> float:
+    """The time that counts for each GPU of a lease beside the time that it has held them."""
     time_s = lease.demand.time_s
-    return weight * (ENTRY_S if time_s is None else min(time_s, ENTRY_S))
+    return ENTRY_S if time_s is None else min(time_s, ENTRY_S)
 
 
 def ordering_s(usage: UsageRecord) -> float:

@@ -9,7 +9,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import GroupUsage, UsageRecord, UsageSteps
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant, LeaseRecord
-from gpulease_server.core.usage import entry_s, usage_of, weight_of
+from gpulease_server.core.usage import entry_time_s, usage_of, weight_of
 
 
 def usage_changes(
@@ -25,9 +25,9 @@ def usage_changes(
     if held == holds:
         return []
     user = record.lease.holder.user
-    usage, less, more = usage_of(ledger, user, now, policy), weight_of(held, policy), weight_of(holds, policy)
-    change_s = entry_s(record.lease, more) - entry_s(record.lease, less)
-    usage = replace(usage, held=max(0.0, usage.held + more - less), entry_s=max(0.0, usage.entry_s + change_s))
+    usage, more = usage_of(ledger, user, now, policy), weight_of(holds, policy) - weight_of(held, policy)
+    entry_s = usage.entry_s + more * entry_time_s(record.lease)
+    usage = replace(usage, held=max(0.0, usage.held + more), entry_s=max(0.0, entry_s))
     if not policy.fair_share:
         return [usage]
     return [usage, *step_changes(ledger, [user], now, policy, changed=usage)]

@@ -116,15 +116,14 @@ class DaemonMetrics:
         """Count the changes of a committed turn. `ledger`: after the turn. Never raises."""
         try:
             for change in changes:
-                match change:
-                    case GpuRecord():
-                        self._update_gpu(change, ledger, now.mono_s)
-                    case Event():
-                        self._count_event(change, ledger)
-                    case GpuRemoved():
-                        self.usage.drop(change.uuid, now.mono_s)
-                    case NodeRemoved():
-                        self.probe_s.pop(change.name, None)
+                if isinstance(change, GpuRecord):
+                    self._update_gpu(change, ledger, now.mono_s)
+                elif isinstance(change, Event):
+                    self._count_event(change, ledger)
+                elif isinstance(change, GpuRemoved):
+                    self.usage.drop(change.uuid, now.mono_s)
+                elif isinstance(change, NodeRemoved):
+                    self.probe_s.pop(change.name, None)
         except Exception:
             log.exception("a turn is missing in the metrics")
 

@@ -74,22 +74,21 @@ def wakeup_keys(changes: list[Change], before: Ledger) -> set[str]:
     """
     keys: set[str] = set()
     for change in changes:
-        match change:
-            case LeaseRecord(lease=lease, watched_owner=watched):
-                known = before.leases.get(lease.id)
-                if known is not None and change.is_renewal_of(known):
-                    continue
-                keys.add(f"lease:{lease.id}")
-                keys.update(f"node:{device.node}" for device in lease.gpus)
-                if watched is not None:
-                    keys.add(f"node:{watched.node}")
-            case JobRecord(job=job):
-                keys.add(f"job:{job.id}")
-                keys.update(f"node:{device.node}" for device in job.gpus)
-            case GpuRecord(device=device):
-                keys.add(f"node:{device.node}")
-            case NodeRecord(name=name):
-                keys.add(f"node:{name}")
-            case Event():
-                keys.add(EVENTS_KEY)
+        if isinstance(change, LeaseRecord):
+            lease, watched, known = change.lease, change.watched_owner, before.leases.get(change.lease.id)
+            if known is not None and change.is_renewal_of(known):
+                continue
+            keys.add(f"lease:{lease.id}")
+            keys.update([f"node:{device.node}" for device in lease.gpus])
+            if watched is not None:
+                keys.add(f"node:{watched.node}")
+        elif isinstance(change, GpuRecord):
+            keys.add(f"node:{change.device.node}")
+        elif isinstance(change, Event):
+            keys.add(EVENTS_KEY)
+        elif isinstance(change, JobRecord):
+            keys.add(f"job:{change.job.id}")
+            keys.update(f"node:{device.node}" for device in change.job.gpus)
+        elif isinstance(change, NodeRecord):
+            keys.add(f"node:{change.name}")
     return keys

@@ -80,10 +80,10 @@ READ_WHOLE: tuple[tuple[Table, Callable[[Row[Any]], Change]], ...] = (
     (tables.preemption, rows.preemption),
 )
 """Tables of which all rows are in the ledger, in the order in which they are read; leases come after them."""
-IN_MEMORY = (
+IN_MEMORY = {
     *(NodeObservation, Deadline, NotBefore, GangTimes, DependencyMet, BypassCounts),
     *(Overtakes, PlacesKept, RanAhead, GroupUsage, UsageSteps, ReclaimNotice),
-)
+}
 """Changes that are not stored."""
 
 
@@ -177,15 +177,13 @@ class Store:
         failover of PostgreSQL to a replica that lagged behind: then `StoreFailed`, so that the ledger is loaded again
         and compared.
         """
-        decided = list(changes)
-        events = [rows.to_row(change)[1] for change in decided if isinstance(change, Event)]
-        latest = {rows.place(change): change for change in decided if isinstance(change, rows.Stored)}
+        events, latest = _events_and_latest(changes)
         leases = {key: last for (_, key), last in latest.items() if isinstance(last, LeaseRecord)}
         renewed, ended = self._only_renewed(leases), self._only_ended(leases)
         removed: dict[Table, list[str]] = {}
         written: dict[Table, list[dict[str, Any]]] = {}
         for (table, key), last in latest.items():
-            if isinstance(last, rows.Removal):
+            if not isinstance(last, rows.Record):
                 removed.setdefault(table, []).append(key)
             elif table is not tables.lease or not (key in renewed or key in ended):
                 written.setdefault(table, []).append(rows.to_row(last)[1])
@@ -339,9 +337,21 @@ class Store:
             return connection.execute(query).one_or_none()
 
 
+def _events_and_latest(changes: Iterable[Change]) -> tuple[list[dict[str, Any]], dict[tuple[Table, str], rows.Stored]]:
+    """The rows of the events among these changes, and by table and key the last of the others that is stored."""
+    events: list[dict[str, Any]] = []
+    latest: dict[tuple[Table, str], rows.Stored] = {}
+    for change in changes:
+        if isinstance(change, Event):
+            events.append(rows.to_row(change)[1])
+        elif isinstance(change, rows.Stored):
+            latest[rows.place(change)] = change
+    return events, latest
+
+
 def is_stored(change: Change) -> bool:
     """False for changes that exist only in memory: a turn with only those needs no commit."""
-    return not isinstance(change, IN_MEMORY)
+    return change.__class__ not in IN_MEMORY
 
 
 def _known_in(known: Mapping[str, Record], key: str, state: str) -> Record | None:

@@ -134,6 +134,8 @@ def place(change: Stored) -> tuple[Table, str]:
 def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:  # noqa: C901 - one case for each
     """The table and the row of a change; in JSON columns the nouns themselves, which `dialects.json_text` writes."""
     match change:
+        case Event():
+            return tables.event, _fields(change)
         case LeaseRecord():
             return tables.lease, _lease_row(change)
         case JobRecord():
@@ -156,8 +158,6 @@ def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:  # noqa: C90
             return tables.preemption, _fields(change)
         case KeyRecord():
             return tables.idempotency_key, _fields(change)
-        case Event():
-            return tables.event, _fields(change)
 
 
 def _lease_row(record: LeaseRecord) -> dict[str, Any]:
