@@ -4,6 +4,8 @@
 
 Samples are of threads that hold the interpreter: what waits, and what SQLite does without it, is not in them. A sample
 counts for the innermost frame that belongs to a layer: what a library does counts for its caller where no layer has it.
+So does what others do with the ledger: the writer applies what is committed to the one that readers see, and a route
+looks up how a lease is shown.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ LAYERS = {
     "authentication and authorization": ("api/auth/", "gpulease_protocol/host"),
     "bodies and answers": ("pydantic", "api/request_body", "api/report_body", "api/lease_encoder", "api/problems"),
     "writer: turns, answers, wakeups, metrics": ("gpulease_server/runtime/",),
-    "core: decisions and ledger": ("gpulease_server/core/",),
+    "core: decide and settle": ("decide (gpulease_server/core/", "settle (gpulease_server/core/"),
     "store: rows and statements": ("gpulease_server/store/", "sqlalchemy", "msgspec"),
 }  # fmt: skip
 """By layer, what the file of a frame has in its name."""
