@@ -157,6 +157,22 @@ def test_use_outside_any_lease_is_recorded_once_it_lasts_and_so_is_its_end() -> 
     assert told(world, *used)[1:] == [("gpu.foreign_over", None)]
 
 
+def test_of_many_processes_on_a_gpu_the_first_are_named_and_the_others_are_counted() -> None:
+    """Anyone may have hundreds there, and others at each reading: an event of each would have been kilobytes long."""
+    many = [Process(pid=pid, user="eve", command="x" * 300) for pid in range(10, 210)]
+    words = ", ".join(f"pid {pid} of eve ({60 * 'x'})" for pid in range(10, 14)) + " and 196 more"
+    world = World().node(gpus=1)
+    lease = world.lease()
+    for _ in range(2):
+        world.node(gpus=[with_processes(*many)])
+    assert told(world, "gpu.conflict") == [("gpu.conflict", f"used by {words}, outside its lease")]
+    assert problems(world, lease) == (f"GPU 0 of a is also used by {words}, outside this lease.",)
+    world.release(lease)
+    world.pass_time(world.policy.leftover_after_s)
+    world.node(gpus=[with_processes(*many)])
+    assert told(world, "gpu.leftover") == [("gpu.leftover", f"left behind: {words}")]
+
+
 def test_a_conflict_and_its_end_are_recorded_once_each_and_its_holder_sees_it() -> None:
     world = World().node(gpus=1)
     lease = world.lease()

@@ -161,7 +161,7 @@ def _not_alone(turn: Turn, gpu: GpuRecord, adoption: Adoption, pid: int) -> Gpul
         return NotNow(detail, remedy="End one of them: a GPU has one holder.")
     others = [one for one in occupants(reading) if one.pid not in adoption.pids] if reading is not None else []
     if others:
-        detail = f"Not now: {place} is used by {describe_processes(others[:4], turn.policy)}, too."
+        detail = f"Not now: {place} is used by {describe_processes(others, turn.policy)}, too."
         return NotNow(detail, remedy="End one of them, or adopt the process that started them all, such as a launcher.")
     state = state_of(turn.ledger, gpu, turn.now, turn.policy)
     if state is not GpuState.FOREIGN or reading is None or reading.hidden_use:

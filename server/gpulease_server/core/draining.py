@@ -21,7 +21,7 @@ no longer than one that stays. Both times start again when a process is listed a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.model import GpuReading, Process
@@ -36,8 +36,6 @@ from gpulease_server.core.wording import describe_processes, gibibytes
 
 MEMORY_STEP_BYTES = 2**20
 """Memory that changes by less than this is taken not to change."""
-MAX_NAMED = 4
-"""Processes that one sentence names, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ def _caveats(reading: GpuReading, leftovers: Leftovers, policy: Policy) -> str |
     """Caveats to record in `gpu.clean`; None if all three checks passed outright."""
     notes = []
     if leftovers.strangers:
-        notes.append(f"device file still open by {_describe_first(leftovers.strangers, policy)}")
+        notes.append(f"device file still open by {describe_processes(leftovers.strangers, policy)}")
     if not leftovers.memory_back:
         amount = "an unknown amount" if reading.memory_used_bytes is None else gibibytes(reading.memory_used_bytes)
         notes.append(f"memory retained by the driver: {amount}")
@@ -166,7 +164,7 @@ def _caveats(reading: GpuReading, leftovers: Leftovers, policy: Policy) -> str |
         number = reading.unreadable_processes
         note = f"the open files of {number} process{'' if number == 1 else 'es'} could not be read"
         if reading.unreadable_process is not None:
-            note += f", such as {_describe_first((reading.unreadable_process,), policy)}"
+            note += f", such as {describe_processes((reading.unreadable_process,), policy)}"
         notes.append(note)
     return "; ".join(notes) or None
 
@@ -179,8 +177,8 @@ def describe_leftovers(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
     leftovers = find_leftovers(gpu, reading, policy)
     if leftovers.processes or leftovers.openers:
         verb = "is" if len(leftovers.processes) == 1 else "are"
-        running = f"{_describe_first(leftovers.processes, policy)} {verb} still running"
-        opened = f"its device file is kept open by {_describe_first(leftovers.openers, policy)} of that lease"
+        running = f"{describe_processes(leftovers.processes, policy)} {verb} still running"
+        opened = f"its device file is kept open by {describe_processes(leftovers.openers, policy)} of that lease"
         return ": " + "; ".join(
             part for part in (running if leftovers.processes else "", opened if leftovers.openers else "") if part
         )
@@ -192,11 +190,6 @@ def describe_leftovers(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
         return f": no process is left, but {now} of memory is in use, {before} while it was free"
     if leftovers.checked and leftovers.strangers:
         delay = f"which delays it by at most {policy.retained_memory_s:g} s"
-        strangers = _describe_first(leftovers.strangers, policy)
+        strangers = describe_processes(leftovers.strangers, policy)
         return f": nothing of that lease is left; {strangers} has its device file open, {delay}"
     return ""
-
-
-def _describe_first(processes: Sequence[Process], policy: Policy) -> str:
-    more = f" and {len(processes) - MAX_NAMED} more" if len(processes) > MAX_NAMED else ""
-    return describe_processes(processes[:MAX_NAMED], policy) + more

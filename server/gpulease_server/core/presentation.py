@@ -131,7 +131,7 @@ def lease_problems(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -
         if state is not GpuState.LEASED:
             found.append(f"{name} is {why_not_free(ledger, gpu, state, now, policy)}.")
         elif others := conflicting_processes(ledger, gpu):
-            found.append(f"{name} is also used by {describe_processes(others[:4], policy)}, outside this lease.")
+            found.append(f"{name} is also used by {describe_processes(others, policy)}, outside this lease.")
         elif len(lease.gpus) > 1 and reading is not None:
             warned = (PEER_WARNINGS[word] for word in reading.warnings if word in PEER_WARNINGS)
             found += [f"{name} is best used alone: {why}." for why in warned]

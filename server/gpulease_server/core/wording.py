@@ -9,11 +9,15 @@ from gpulease_server.core.policy import Policy
 
 MAX_NAMED = 8
 """Names in one sentence, at most."""
+MAX_NAMED_PROCESSES = 4
+"""Processes in one sentence, at most: their names are longer, and anyone may have hundreds on a GPU."""
 
 
-def describe_processes(processes: Iterable[Process], policy: Policy) -> str:
-    """Processes in words: pid, user and command of each, as far as they are known and may be told."""
-    return ", ".join(_describe_process(process, policy.show_commands) for process in processes)
+def describe_processes(processes: Sequence[Process], policy: Policy) -> str:
+    """The first of these processes in words, and how many there are beside them: pid, user and command of each, as far
+    as they are known and may be told."""
+    named = ", ".join(_describe_process(one, policy.show_commands) for one in processes[:MAX_NAMED_PROCESSES])
+    return named + (f" and {more} more" if (more := len(processes) - MAX_NAMED_PROCESSES) > 0 else "")
 
 
 def _describe_process(process: Process, command_too: bool) -> str:

@@ -37,7 +37,7 @@ def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, 
         case GpuState.PROHIBITED:
             return "in compute mode PROHIBITED: nvidia-smi -c DEFAULT allows processes again"
         case GpuState.LEASED:
-            others = describe_processes(conflicting_processes(ledger, gpu)[:4], policy)
+            others = describe_processes(conflicting_processes(ledger, gpu), policy)
             used = f", and also used by {others}, outside that lease" if others else ""
             return f"held by {who}{_stopping(ledger, gpu.lease_id)}{used}"
         case GpuState.DRAINING:
@@ -107,4 +107,4 @@ def _stopping(ledger: Ledger, lease_id: str | None) -> str:
 def _processes(reading: GpuReading | None, policy: Policy) -> str:
     if reading is None:
         return ""
-    return describe_processes(occupants(reading)[:4], policy)
+    return describe_processes(occupants(reading), policy)
