@@ -104,7 +104,7 @@ def test_a_job_that_does_not_reach_exec_in_time_fails(tmp_path: Path) -> None:
 
 def test_the_exit_status_is_not_lost_while_the_disk_is_full(tmp_path: Path) -> None:
     directory = furnished(tmp_path / "j", order("j", spec("sh", "-c", "exit 7")))
-    with supervising(directory, "supervisor.job_end.RETRY_S = 0.01" + full(job_records.EXIT, 5)) as supervisor:
+    with supervising(directory, "job_records.RETRY_S = 0.01" + full(job_records.EXIT, 5)) as supervisor:
         assert supervisor.wait(60) == 0
     assert end_of(directory).exit_code == 7
 
@@ -121,9 +121,57 @@ def test_the_exit_status_is_not_lost_while_the_file_system_does_not_answer(tmp_p
         "    write(directory, name, *rest, **more)\n"
         "supervisor.job_records.write = failing"
     )
-    with supervising(directory, "supervisor.job_end.RETRY_S = 0.01" + stale) as supervisor:
+    with supervising(directory, "job_records.RETRY_S = 0.01" + stale) as supervisor:
         assert supervisor.wait(60) == 0
     assert end_of(directory).exit_code == 7
+
+
+UNREAD_FOR = """
+job_records.RETRY_S = 0.01
+real, failures = {where}, []
+def failing(*arguments, **more):
+    if {of!r} in str(arguments[0]) and len(failures) < 3:
+        failures.append(arguments)
+        raise OSError(errno.EIO, "Input/output error")
+    return real(*arguments, **more)
+{where} = failing
+"""
+"""A file of the job cannot be opened for a moment."""
+
+
+@pytest.mark.parametrize(
+    ("where", "of"), [("os.open", job_records.LOCK), ("pathlib.Path.read_text", job_records.ORDER)]
+)
+def test_a_job_starts_although_its_directory_cannot_be_read_for_a_moment(tmp_path: Path, where: str, of: str) -> None:
+    directory = furnished(tmp_path / "j", order("j", spec("sh", "-c", "exit 7")))
+    with supervising(directory, UNREAD_FOR.format(where=where, of=f"/{of}")) as supervisor:
+        assert supervisor.wait(60) == 0
+    assert end_of(directory).exit_code == 7
+
+
+@pytest.mark.parametrize("order_on_disk", ["{", None])
+def test_a_job_with_a_broken_order_or_none_is_given_up_at_once(tmp_path: Path, order_on_disk: str | None) -> None:
+    directory = furnished(tmp_path / "j", order("j", spec("true")))
+    (directory / job_records.ORDER).unlink()
+    if order_on_disk is not None:
+        (directory / job_records.ORDER).write_text(order_on_disk)
+    with supervising(directory, "job_records.DEADLINE_S = 1e6") as supervisor:
+        assert supervisor.wait(60) == 1
+
+
+def test_a_stop_ends_the_wait_for_a_directory_that_cannot_be_read(tmp_path: Path) -> None:
+    directory = furnished(tmp_path / "j", order("j", spec("true")))
+    tried = tmp_path / "tried"
+    fault = (
+        "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\njob_records.RETRY_S = 0.01\n"
+        "def failing(*_):\n"
+        f"    pathlib.Path({str(tried)!r}).write_text('1\\n')\n    raise OSError(errno.EIO, 'Input/output error')\n"
+        "job_records.lock = failing"
+    )
+    with supervising(directory, fault) as supervisor:
+        until(lambda: number_in(tried), "it has tried to take the lock")
+        supervisor.terminate()
+        assert supervisor.wait(60) == 1
 
 
 def test_a_supervisor_ends_with_its_job_where_the_directory_was_removed(tmp_path: Path) -> None:

@@ -18,10 +18,6 @@ STOPPED = "It was stopped on request."
 SIGTERM_TO_ALL_S = 0.2
 """How long a supervisor waits for SIGTERM after its job has ended badly: who sends it to all processes of a cgroup, as
 `scancel` does, may reach the job a moment before its supervisor."""
-RETRY_S = 0.5
-"""Pause before another attempt to write the record."""
-DEADLINE_S = 60.0
-"""How long to try to write it; after that the worker, which sees the supervisor end, writes one."""
 
 
 def exit_code(status: int) -> int:
@@ -80,9 +76,9 @@ def write(
     directory: Path, end: job_records.ExitRecord, sleep: Callable[[float], object], log_error: Callable[[str], object]
 ) -> None:
     """Write the record of the end, unless its directory was removed. Raises OSError when that has failed for
-    DEADLINE_S."""
+    `job_records.DEADLINE_S`."""
     end = replace(end, reason=failure_cause.reportable(end.reason))
-    give_up_s = time.monotonic() + DEADLINE_S
+    give_up_s = time.monotonic() + job_records.DEADLINE_S
     while True:
         try:
             job_records.write(directory, job_records.EXIT, end)
@@ -92,6 +88,6 @@ def write(
                 return  # no one could read it there
             if time.monotonic() > give_up_s:
                 raise
-            sleep(RETRY_S)
+            sleep(job_records.RETRY_S)
         else:
             return

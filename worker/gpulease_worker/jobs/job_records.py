@@ -25,6 +25,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,6 +44,10 @@ NOTIFY_LOG = "notify.log"
 """Beside the job's logs: what its `notify` command printed, or why a URL was not told."""
 RESERVED_BYTES = 32768
 """Space for one record: a traceback of 4,096 characters and a reason of 1,200, six bytes each, and the rest."""
+RETRY_S = 0.5
+"""Pause before another attempt to read or write a record where its file system does not answer, or is full."""
+DEADLINE_S = 60.0
+"""How long a supervisor tries that; after that the worker, which sees it end, records the end of the job."""
 
 Record = TypeVar("Record")
 
@@ -181,6 +187,30 @@ def lock(directory: Path) -> int | None:
             return None
         raise
     return descriptor
+
+
+def take_order(directory: Path, kind: type[Record]) -> Record | None:
+    """Take the lock of a job's directory and read its order, to launch the job; None where a supervisor has the lock,
+    or had it and has launched.
+
+    Raises OSError or ValueError where there is no order, and where the file system has not answered for DEADLINE_S or
+    until SIGTERM, which the caller blocks.
+    """
+    give_up_s, locked = time.monotonic() + DEADLINE_S, False
+    while True:
+        try:
+            locked = locked or lock(directory) is not None
+            if not locked or (directory / START).exists() or (directory / EXIT).exists():
+                return None
+            if (order := read(directory, ORDER, kind)) is not None:
+                return order
+            raise ValueError(f"{directory} has no {ORDER}")
+        except (OSError, ValueError) as error:
+            away = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
+            stopped = signal.SIGTERM in signal.sigpending()
+            if not away or stopped or is_removed(directory) or time.monotonic() > give_up_s:
+                raise
+            time.sleep(RETRY_S)
 
 
 def read(directory: Path, name: str, kind: type[Record]) -> Record | None:

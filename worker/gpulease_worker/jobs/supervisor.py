@@ -429,14 +429,9 @@ class Supervisor:
 def main(arguments: Sequence[str]) -> int:
     """Supervise the job of a directory, unless another supervisor does or did."""
     directory = Path(arguments[0]).absolute()
-    if job_records.lock(directory) is None:  # held by this process until it ends
-        return 0
-    if (directory / job_records.START).exists() or (directory / job_records.EXIT).exists():
-        return 0
-    plan = job_records.read(directory, job_records.ORDER, LaunchPlan)
+    plan = job_records.take_order(directory, LaunchPlan)  # the lock is held by this process until it ends
     if plan is None:
-        print(f"{directory} has no {job_records.ORDER}", file=sys.stderr)
-        return 1
+        return 0
     os.chdir("/")  # so that it keeps no directory of the worker in use
     session = None
     if plan.settings.pam_service is not None and os.geteuid() == 0:
