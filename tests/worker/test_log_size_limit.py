@@ -169,6 +169,18 @@ def test_checks_are_frequent_only_while_a_file_grows_fast(logs: Path, bound: Log
     assert bound._pause_s == 0.02
 
 
+def test_a_check_opens_each_of_many_logs_once(
+    logs: Path, bound: LogSizeLimiter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job may have thousands, and each is checked every second."""
+    for rank in range(200):
+        (logs / f"rank-{rank}.log").touch()
+    opened, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(path) or real(path, *rest, **more))
+    bound.check()
+    assert len(opened) <= 200 + 10
+
+
 def test_on_a_disk_that_is_nearly_full_only_the_end_of_a_log_stays(
     logs: Path, bound: LogSizeLimiter, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_no_log_is_read_through_a_users_mount(logs: Path, mounted: str) -> None:
         assert refusal(lambda parts=parts: log_files.open_beneath(logs, *parts, flags=os.O_RDWR)) == errno.EXDEV
     assert refusal(lambda: log_files.stat_beneath(logs, mounted or "launcher.log")) == errno.EXDEV
     assert refusal(lambda: log_files.names_in(logs, ANY)) == (None if mounted else errno.EXDEV)
+    assert refusal(lambda: dict(log_files.statuses_in(logs, ANY))) == (None if mounted else errno.EXDEV)
     assert refusal(lambda: log_files.open_directory(logs)) == (None if mounted else errno.EXDEV)
 
 

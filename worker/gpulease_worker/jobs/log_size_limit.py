@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gpulease_protocol.host.log_files import BLOCK_BYTES, MARK, kept_from, names_in, open_beneath, stat_beneath
+from gpulease_protocol.host.log_files import BLOCK_BYTES, MARK, kept_from, open_beneath, statuses_in
 
 LAUNCHER = "launcher.log"
 NAME = re.compile(r"launcher\.log|rank-\d{1,4}\.log")
@@ -99,9 +99,8 @@ class LogSizeLimiter:
             if room_bytes <= 0:
                 limit_bytes = room_bytes = min(limit_bytes, KEPT_ON_SHORT_DISK_BYTES)
                 self._log_short_disk(limit_bytes)
-            for name in names_in(self._logs, NAME):
-                with suppress(OSError):
-                    grown += self._check_file(name, limit_bytes)
+            for name, status in statuses_in(self._logs, NAME):
+                grown += self._check_file(name, status, limit_bytes)
         fast = grown > min(limit_bytes, room_bytes) // 16
         self._pause_s = CHECK_S[0] if fast else min(self._pause_s * 1.5, CHECK_S[1])
         self.next_at_s = time.monotonic() + self._pause_s
@@ -111,9 +110,8 @@ class LogSizeLimiter:
         self.next_at_s = 0.0
         self.check()
 
-    def _check_file(self, name: str, limit_bytes: int) -> int:
+    def _check_file(self, name: str, status: os.stat_result, limit_bytes: int) -> int:
         """Cut one file if it is too long. Returns by how many bytes it has grown."""
-        status = stat_beneath(self._logs, name)
         inode, before = self._sizes.get(name, (status.st_ino, 0))
         self._sizes[name] = (status.st_ino, status.st_size)
         if status.st_blocks * 512 > limit_bytes + limit_bytes // 4:
