@@ -20,7 +20,7 @@ from gpulease_server.runtime.leadership.lock import FileLock, WriterLock, acquir
 from gpulease_server.runtime.leadership.takeover import take_over
 from gpulease_server.settings import ServeSettings
 from gpulease_server.socket_activation import is_activated
-from gpulease_server.start_checks import check_peers, check_simulation, check_tls, own_authority
+from gpulease_server.start_checks import check_open_files, check_peers, check_simulation, check_tls, own_authority
 from gpulease_server.store.database import database_file
 from gpulease_server.store.ledger_store import Store
 
@@ -39,6 +39,7 @@ def serve(settings: ServeSettings) -> int:
 
 
 def _serve(settings: ServeSettings) -> int:
+    check_open_files()
     check_simulation(settings.simulate)
     check_exposure(settings, settings.host)
     if not settings.tls_auto:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,18 @@ from gpulease_server.settings import ServeSettings
 
 if TYPE_CHECKING:
     from gpulease_server.tls_authority import TlsAuthority
+
+MIN_OPEN_FILES = 128
+"""For the database, locks and sockets, and the fewest connections that a daemon serves
+(`api.http_limits.raise_connection_limit`)."""
+
+
+def check_open_files() -> None:
+    """Raise `CannotStart` if this process may have too few files open: the daemon would break somewhere."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+        detail = f"The daemon may have {hard} files open at most, and needs {MIN_OPEN_FILES}."
+        raise CannotStart(detail, remedy="Raise the limit of open files (ulimit -n, LimitNOFILE=).")
 
 
 def check_simulation(simulate: str | None) -> None:

@@ -50,6 +50,15 @@ def test_a_file_that_cannot_be_read_is_named(files: tuple[Path, Path]) -> None:
             check_tls(ServeSettings(tls_cert=Path(cert), tls_key=Path(key)))
 
 
+def test_a_daemon_that_may_have_too_few_files_open_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gpulease_cli", "serve", "--simulate", "1", "--data-dir", str(tmp_path / "d")]
+    limited = ["prlimit", "--nofile=20", *command, "--port", "0"]
+    ended = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "may have 20 files open at most, and needs 128." in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 class OverSocket(DaemonProcess):
     """A daemon whose port speaks TLS: whether it is up is seen by its socket."""
 
