@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
+import signal
 import socket
 import sys
 import threading
@@ -41,6 +43,31 @@ def test_a_rank_that_fails_to_join_does_not_end_the_shared_lease(
     assert daemon.only_lease()["state"] == "active"
     assert held.active
     held.detach()
+
+
+@pytest.mark.parametrize("error", [TimeoutError("alarm"), OSError("alarm")])
+@pytest.mark.parametrize("bound", [False, True])
+def test_the_error_of_a_signal_handler_ends_the_wait_and_withdraws_the_request(
+    daemon: FakeDaemon, client: Client, error: OSError, bound: bool
+) -> None:
+    """It is of a class of which those of sockets are, after which a call is sent again."""
+    daemon.free = False
+
+    def alarm(*_: object) -> None:
+        raise error
+
+    def interrupt(line: str) -> None:
+        if "wait_while=queued" in line:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    daemon.fault = interrupt
+    before = signal.signal(signal.SIGUSR1, functools.partial(alarm) if bound else alarm)
+    try:
+        with pytest.raises(type(error), match="alarm"):
+            client.lease(1, wait_s=10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert daemon.only_lease()["end_reason"] == "released"
 
 
 def test_a_rank_that_stops_waiting_does_not_withdraw_the_shared_lease(daemon: FakeDaemon, client: Client) -> None:

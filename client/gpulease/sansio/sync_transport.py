@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -73,7 +75,7 @@ class Transport:
                     driver.outcome = self._perform(effect)
                 # Ctrl-C as well: the flow withdraws its request.
                 except BaseException as error:
-                    driver.failure = error
+                    driver.failure = _interruption(error) or error
             return driver.result
         finally:
             flow.close()  # Ctrl-C between two effects: the flow still learns of it
@@ -96,7 +98,7 @@ class Transport:
                     else:
                         driver.outcome = self._perform(effect)
                 except BaseException as error:
-                    driver.failure = error
+                    driver.failure = _interruption(error) or error
         finally:
             stream.close()
 
@@ -147,6 +149,23 @@ class Transport:
         if kept is not new:  # another thread was first
             new.close()
         return kept
+
+
+def _interruption(error: BaseException) -> BaseException | None:
+    """The error of a signal handler that became a failure of the connection; None if no handler raised it.
+
+    An alarm's TimeoutError is an OSError, as those of sockets are. The call is to end with it, not to be sent again.
+    """
+    if not isinstance(error, NotConnected | ResponseLost) or threading.current_thread() is not threading.main_thread():
+        return None
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "func", handler), "__code__", None) for handler in handlers}
+    raised: BaseException | None = error
+    while raised is not None:
+        if any(frame.f_code in codes for frame, _ in walk_tb(raised.__traceback__)):
+            return raised
+        raised = raised.__cause__ or raised.__context__
+    return None
 
 
 def _close(connections: dict[tuple[int, Address], Connections]) -> None:
