@@ -35,9 +35,9 @@ GIB = 1024**3
 IDLE_SHOWN_S = 60.0
 """From then on it is said for how long a leased GPU has been idle."""
 MAX_RESERVED = 3
-"""Reservations of a node that are shown of those whose window has begun."""
+"""How many of the reservations that have begun are shown for a node."""
 MAX_RESERVED_NODES = 8
-"""Nodes whose reservations are shown."""
+"""How many nodes are shown with their reservations."""
 ELLIPSIS = "…"
 MODEL_NOISE = re.compile(r"^(NVIDIA |Tesla |GeForce )+| HBM\d\w*$| Generation$")
 """What product names have in common, and what no one chooses a GPU by."""

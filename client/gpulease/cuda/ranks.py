@@ -127,7 +127,7 @@ def check_not_orphaned(proc: Path = Path("/proc")) -> None:
 def _orphaned(pid: int | None) -> LeaseLost:
     name = "The process" if pid is None else f"Process {pid}"
     return LeaseLost(
-        f"{name} that started this one, which works for it, has ended.",
+        f"{name} that started this one has ended.",
         remedy="End this process too, and start everything again.",
     )
 

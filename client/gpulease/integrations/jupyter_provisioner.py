@@ -6,7 +6,7 @@ A kernelspec names it in its `kernel.json`; docs/tools/jupyter.md shows how. Its
 - A kernel that is shut down gives its GPUs back. So does one that dies, unless it is restarted within
   `RESTARTED_WITHIN_S`, as Jupyter does by itself.
 - If the lease is lost, the kernel is killed: others may use its GPUs.
-- A refusal reaches the notebook: it is a tornado HTTPError, whose message Jupyter shows.
+- A refusal reaches the notebook: it is a tornado HTTPError, and Jupyter shows its message.
 """
 
 from __future__ import annotations

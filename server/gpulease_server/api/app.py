@@ -114,8 +114,8 @@ def create_app(
     Args:
         daemon: Its parts.
         lifespan: ASGI lifespan; None for nothing.
-        origins: Origins whose pages may read answers (CORS).
-        static_routes: Routes that come before those of the API and whose answers never change: the dashboard.
+        origins: Pages of these origins may read answers (CORS).
+        static_routes: Routes before those of the API that always answer the same: the dashboard.
     """
     app = Application(
         title="gpulease",

@@ -38,7 +38,7 @@ class TlsListener:
     """
 
     open_by_uid: ClassVar[Counter[int | None]] = Counter()
-    """Connections of all listeners whose handshake is not complete, by user id; None: unknown."""
+    """Connections of all listeners with a handshake that is not complete, by user id; None: unknown."""
 
     def __init__(
         self, listener: socket.socket, context: ssl.SSLContext, make_protocol: Callable[[], PeerCredentialsProtocol]

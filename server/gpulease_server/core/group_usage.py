@@ -53,7 +53,7 @@ WIDTH = 2**32
 
 
 def group_of(ledger: Ledger, user: str | None, policy: Policy) -> str | None:
-    """The group by whose usage a user's requests are ordered first; None for a user in none."""
+    """The group that orders a user's requests first, by its usage; None for a user in none."""
     if not policy.group_shares:
         return None
     group = ledger.limits.group_of.get(user)

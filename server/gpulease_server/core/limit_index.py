@@ -142,7 +142,7 @@ def counts_of(index: LimitIndex, key: LimitKey) -> Mapping[str, int]:
 
 
 def _limited_by(record: LimitRecord | None) -> tuple[str, ...]:
-    """The users whose requests may have to wait for these limits."""
+    """The users with requests that may have to wait for these limits."""
     if record is None or not record.limits.limits_grants:
         return ()
     return (record.name,) if record.kind is LimitKind.USER else record.members

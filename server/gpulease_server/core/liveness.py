@@ -121,7 +121,7 @@ def on_silence_over(turn: Turn, node: str) -> None:
 
 
 def stop_watching(turn: Turn, node: str, reason: str) -> None:
-    """The holders of all leases whose owners a node watches must renew from here on."""
+    """The holders of all leases with an owner that the node watches must renew from here on."""
     for leases in list(turn.ledger.watched_owners.get(node, {}).values()):
         for lease_id in list(leases):
             _fall_back_to_heartbeat(turn, turn.ledger.leases[lease_id], reason)

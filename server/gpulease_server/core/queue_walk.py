@@ -70,7 +70,7 @@ class Why(StrEnum):
 
 @dataclass(slots=True)
 class Skipped:
-    """A class whose members are skipped."""
+    """A class with members that are skipped."""
 
     members: DemandClass
     why: Why

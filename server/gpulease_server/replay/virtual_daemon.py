@@ -307,7 +307,7 @@ class VirtualDaemon:
                 self._blockers[one.request.id] = len(names)
 
     def _may_begin(self, outcome: Outcome) -> bool:
-        """True for one whose array has room, which it then takes; any other waits for its array."""
+        """True if its array has room, which it then takes; otherwise it waits for its array."""
         request = outcome.request
         if request.array_id is None:
             return True

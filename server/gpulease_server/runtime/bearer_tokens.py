@@ -144,7 +144,7 @@ class BearerTokens:
         return record.token.id if record is not None and hmac.compare_digest(_hash(bearer), record.hash) else None
 
     async def lease_of_job(self, bearer: str) -> str | None:
-        """The lease whose job has this token; None for a token that is of no job. Raises `Unavailable`."""
+        """The lease of the job that has this token; None for a token of no job. Raises `Unavailable`."""
         await self._refresh()
         return self.of_jobs.lease_id(bearer)
 

@@ -51,7 +51,7 @@ class JobTokens:
         return None if self._key is None else f"{lease_id}.{self._mac(lease_id)}"
 
     def lease_id(self, bearer: str) -> str | None:
-        """The lease whose job has this token; None for any other text."""
+        """The lease of the job that has this token; None for any other text."""
         lease_id, dot, _ = bearer.partition(".")
         if self._key is None or not dot or not lease_id.startswith(LEASE):
             return None

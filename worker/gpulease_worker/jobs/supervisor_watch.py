@@ -97,7 +97,7 @@ class SupervisorWatcher:
                     signal.pidfd_send_signal(job.pidfd, one)
 
     def record_end(self, job: LocalJob, reason: str, *, stopped: bool = False) -> None:
-        """Record the end of a job whose lock is held, and release the lock once that is on disk."""
+        """Record the end of a job while its lock is held, and release the lock once that is on disk."""
         job.exit = job_records.never_launched(reason, stopped=stopped)
         self.write_end(job)
 

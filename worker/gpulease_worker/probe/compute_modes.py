@@ -68,7 +68,7 @@ class ComputeModes:
         self._is_recovered = False
         """True once the record is read. Until then no mode is changed: the next record would replace it unread."""
         self._done: set[str] = set()
-        """GPUs whose mode this worker has set or has found set: it is not set twice for the same lease."""
+        """GPUs that had the mode or got it from this worker: it is not set twice for the same lease."""
         self._seen_changed: set[str] = set()
         """GPUs that a reading has shown in the changed mode."""
         self._refused: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Checks whether CUDA initializes on a GPU whose NVLink fabric is not ready.
+"""Checks whether CUDA initializes on a GPU while its NVLink fabric is not ready.
 
 On a host with NVSwitches cuInit fails with error 802 until the fabric manager has had the GPU join the fabric, while
 NVML answers from the beginning. NVML's fabric state is not the last word, however: a GPU that is passed through to a

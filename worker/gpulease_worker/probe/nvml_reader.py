@@ -118,7 +118,7 @@ class NvmlReader:
         self._links: tuple[GpuLink, ...] = ()
         self._linked_uuids: set[str] = set()
         self._links_until_s = 0.0
-        """UUIDs of the GPUs whose links have been read."""
+        """UUIDs of the GPUs with links that have been read."""
         self._xids = gpu_health.ActiveXids(self._pace.health_s)
         for uuid, xid in setup.xids.items():
             self._xids.record(uuid, xid, time.monotonic())
@@ -128,7 +128,7 @@ class NvmlReader:
         """UUIDs of the GPUs that it watches."""
         self._complete_at_s = self._condition_at_s = -float("inf")
         self._reread: set[str] = set()
-        """UUIDs of the GPUs whose processes and health were read in the current reading."""
+        """The current reading has the processes and health of the GPUs with these UUIDs."""
         self._indices: dict[str, int] = {}
         """By UUID: the places of the GPUs in the last reading of all."""
 

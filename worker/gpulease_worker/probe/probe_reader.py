@@ -72,7 +72,7 @@ class ProbeReader:
             ticket: The daemon's latest ticket.
             leases: Those with GPUs on this node.
             complete: Whether everything must be read now.
-            reread: UUIDs of the GPUs whose processes and health must be read now in any case.
+            reread: UUIDs of GPUs; their processes and health must be read now in any case.
         """
         if not await self._others_finished():
             return self._late_reading()

@@ -180,7 +180,7 @@ def remembered_owners(leases: Iterable[CachedLease]) -> dict[ProcessId, ProcessI
 
 
 def _uid(lease: NodeLease, previous: CachedLease | None) -> int | None:
-    """The user id whose claims of the lease count; None if every user's do, because the daemon does not know it."""
+    """The user id that may claim the lease; None if every user may, because the daemon does not know it."""
     if lease.uid is not None or lease.user is None:
         return lease.uid
     if previous is not None and previous.user == lease.user and previous.uid not in (None, NO_USER):

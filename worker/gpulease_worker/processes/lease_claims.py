@@ -61,7 +61,7 @@ class Budget:
 
 
 def uids_of(leases: Iterable[NodeLease]) -> dict[str, int | None]:
-    """The user id whose claims count, of each of these leases."""
+    """For each of these leases, the user id that may claim it."""
     return {lease.id: lease.uid for lease in leases}
 
 

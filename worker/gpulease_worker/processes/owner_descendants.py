@@ -40,7 +40,7 @@ class DescendantWatcher:
     """Walks /proc in a thread, now and then, and puts what it finds into the lease cache.
 
     Args:
-        leases: The worker's cache, which says whose descendants are looked for.
+        leases: The worker's cache, which names the owners.
     """
 
     def __init__(self, leases: LeaseCache) -> None:

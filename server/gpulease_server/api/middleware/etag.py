@@ -21,7 +21,7 @@ CACHE_CONTROL = "no-cache"
 
 
 class ETagMiddleware:
-    """Answers 304 to a GET under /v1/ whose `If-None-Match` names the answer."""
+    """Answers 304 to a GET under /v1/ if its `If-None-Match` names the answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -15,7 +15,7 @@ from gpulease_server.api.http_limits import ON_DISCONNECT
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 
 KEEPING = ("/renew", "/release")
-"""Ends of paths whose requests have a share of their own."""
+"""Requests to paths that end so have a share of their own."""
 
 
 class FairTurnsMiddleware:

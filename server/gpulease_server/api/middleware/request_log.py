@@ -16,7 +16,7 @@ log = logging.getLogger("gpulease.requests")
 SLOW_S = 1.0
 """An answer is slow if it takes longer than this to begin, beyond the time that the caller asked to wait."""
 UNBOUNDED_PATHS = ("/exchange", "/logs")
-"""Ends of paths whose answers may take any time: a long poll whose wait is in the body, and a stream."""
+"""Answers to paths that end so may take any time: a long poll with its wait in the body, and a stream."""
 
 
 class RequestLogMiddleware:

@@ -25,7 +25,7 @@ from gpulease_server.api.problems import problem_response
 from gpulease_server.runtime.leadership.status import Leadership, LeadershipStatus, StandbyCopy
 
 OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
-"""Paths whose answers are about this daemon itself."""
+"""Paths with answers about this daemon itself."""
 READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -51,7 +51,7 @@ class StaleReadMiddleware:
             await self._from_writer(scope, receive, send)
 
     def _is_static(self, scope: Scope) -> bool:
-        """True for routes whose answer never changes."""
+        """True for routes that always answer the same."""
         return any(route.matches(scope)[0] is Match.FULL for route in self.static_routes)
 
     async def _from_copy(self, copy: StandbyCopy, scope: Scope, receive: Receive, send: Send) -> None:

@@ -127,7 +127,7 @@ class GangLog:
             self._changed.set()
 
     async def sizes(self) -> tuple[int, int]:
-        """As `LogSource.sizes`, of the nodes whose logs are open."""
+        """As `LogSource.sizes`, of the nodes with an open log."""
         sizes = [await one.source.sizes() for one in self._logs.values() if one.source is not None]
         return sum(size for size, _ in sizes), sum(kept for _, kept in sizes)
 

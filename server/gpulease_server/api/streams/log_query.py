@@ -25,7 +25,7 @@ class LogQuery:
     name: str | None
     """Name of the file; None for those of all ranks, merged."""
     node: str | None
-    """The node whose logs are asked for; None: that of the rank, or all."""
+    """Logs of this node; None: of the node of the rank, or of all."""
     attempt: int | None
     """The attempt that the offset belongs to; None for the last one."""
     offset: str
@@ -35,7 +35,7 @@ class LogQuery:
     follow: bool
     """Continue until the job has ended."""
     only_attempt: int | None = None
-    """The attempt whose log is asked for; None: the last one."""
+    """The log of this attempt; None: of the last one."""
 
     @classmethod
     def parse(

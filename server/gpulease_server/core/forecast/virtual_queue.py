@@ -77,7 +77,7 @@ class VirtualQueue:
         heads = itertools.islice(ledger.demand_classes.heads, MAX_REQUESTS + MAX_OTHERS)
         others = [place[3] for place, _, _ in heads if place[3] not in first]
         self._asked_about = frozenset(first)
-        """Ids of the requests whose starts are looked for."""
+        """Ids of the requests to find a start for."""
         self._waiting = set(first)
         """Of these, those that have not started."""
         self._requests = [*first.values(), *(ledger.leases[one] for one in others[:MAX_OTHERS])]
@@ -109,7 +109,7 @@ class VirtualQueue:
 
     @property
     def waiting(self) -> frozenset[str]:
-        """Ids of the requests whose starts are looked for, and that have not started."""
+        """Ids of the requests to find a start for that have not started."""
         return frozenset(self._waiting)
 
     def by_history(self, history: LeaseHistory, level: int) -> VirtualQueue:

@@ -42,7 +42,7 @@ from gpulease_server.store.ledger_store import Store, StoreFailed
 log = logging.getLogger("gpulease.metrics")
 
 CHUNK = 200
-"""GPUs whose blocks are written in one transaction."""
+"""The blocks of so many GPUs are written in one transaction."""
 FORGET_S = 900.0
 """A GPU without a reading for this long is no longer kept in memory, once its blocks are written."""
 STOP_WAIT_S = 10.0

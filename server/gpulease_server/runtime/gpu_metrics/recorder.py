@@ -54,7 +54,7 @@ SAVE_S = 60.0
 CHECK_S = 1.0
 """Time between two checks for what must be written."""
 CHUNK = 50
-"""Leases whose series are written in one transaction."""
+"""The series of so many leases are written in one transaction."""
 MAX_UNSAVED_LEASES = 1000
 """Ended leases that could not be written and stay in memory, at most; the oldest are dropped first."""
 MAX_VALUE = 2.0**60
