@@ -185,6 +185,22 @@ def test_a_backup_beside_the_log_of_a_database_that_crashed_is_not_destroyed(sql
     store.close()
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_log_of_a_lost_database_is_not_deleted(tmp_path: Path, is_there: bool) -> None:
+    lost, its_log = tmp_path / "lost.db", tmp_path / "lost.db-wal"
+    if is_there:
+        lost.touch()
+    its_log.write_bytes(b"the last leases")
+    url = f"sqlite:///{lost}"
+    with closing(Store(url)) as store:
+        for use in (upgrade_alone, lambda url: take_over(store, url)):
+            with pytest.raises(DatabaseUnusable, match="missing or empty") as refused:
+                use(url)
+            assert "move lost.db-wal and lost.db-shm away" in refused.value.remedy
+    assert its_log.read_bytes() == b"the last leases"
+    assert lost.exists() == is_there
+
+
 def test_what_a_newer_version_wrote_is_left_to_it(sqlite_url: str) -> None:
     fill(sqlite_url)
     run(sqlite_url, "UPDATE alembic_version SET version_num = '9999'")

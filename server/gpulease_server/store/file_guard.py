@@ -21,9 +21,10 @@ BACKUP_STAMP = 0x67706261
 
 
 def require_own_log(file: Path) -> None:
-    """Before SQLite opens this file: raise `DatabaseUnusable` if it is a backup beside a write-ahead log.
+    """Before SQLite opens this file: raise `DatabaseUnusable` if the write-ahead log beside it is of another database.
 
-    The log is that of the former database, after a crash. SQLite would apply it to the backup, and destroy it.
+    The log is that of the former database, after a crash. SQLite would apply it to a backup, and destroy it; it would
+    delete it beside a file that is empty or missing, with the last leases in it.
     """
     try:
         is_left = file.with_name(f"{file.name}-wal").stat().st_size > 0
@@ -34,12 +35,17 @@ def require_own_log(file: Path) -> None:
             f"{file} is a backup, and the log beside it is of the database that was there before.",
             remedy=f"Move {file.name}-wal and {file.name}-shm away, then try again; see docs/databases.md.",
         )
+    if is_left and (not file.exists() or file.stat().st_size == 0):
+        raise DatabaseUnusable(
+            f"{file} is missing or empty, and the log beside it is of the database that was there before.",
+            remedy=f"Put that one back. If it is lost, move {file.name}-wal and {file.name}-shm away, and restore a"
+            " backup; see docs/databases.md.",
+        )
 
 
 def start_on_backup(engine: Engine, file: Path) -> None:
-    """Before the first write of a daemon: a backup becomes its database, and from then on has a log of its own. Raises
-    `DatabaseUnusable` or SQLAlchemyError."""
-    require_own_log(file)
+    """Before the first write of a daemon, after `require_own_log`: a backup becomes its database, and from then on has
+    a log of its own. Raises `DatabaseUnusable` or SQLAlchemyError."""
     if not _is_backup(file):
         return
     with engine.connect() as connection:

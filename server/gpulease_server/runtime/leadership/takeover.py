@@ -19,6 +19,7 @@ def take_over(store: Store, url: str) -> None:
     """Upgrade the schema and become the writer. The lock must be held. Raises `DatabaseUnusable`."""
     file = database_file(url)
     if file is not None:
+        require_own_log(file)
         with contextlib.suppress(OSError):  # if this fails, the upgrade reports it
             file.touch(mode=0o600)
             file.chmod(0o600)  # it contains the environments of jobs
