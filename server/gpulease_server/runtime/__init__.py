@@ -49,6 +49,7 @@ What each failure does
 | reserve used up, I/O error, locked or read-only file | 503; renewals 200 | outage, until a commit succeeds |
 | a commit is recorded, its answer lost | 503 `outcome: unknown` | loaded again; the key gets the same lease |
 | the file is moved, and commits still succeed | 503 `outcome: unknown` | its inode shows it; outage until it is back |
+| its write-ahead log is deleted | 503 | closed and opened again, which saves what is in it |
 | it is overwritten in place | 503 | refused until a restart (`store.file_guard`) |
 | an older copy is put in its place | 503 | refused until the newer one is back, or a restart |
 | PostgreSQL fails over to a replica that lags | 503 | the same, found by `seq` at the next commit |

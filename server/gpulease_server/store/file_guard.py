@@ -92,6 +92,9 @@ class FileGuard:
     One that is overwritten (`cp`) keeps its inode, and commits still succeed, into a write-ahead log that no longer
     fits to it. So each process stamps the file with a number of its own. It finds a copy from before its start, and one
     of `gpulease db backup`, which has `BACKUP_STAMP`; not a copy that another program has made since.
+
+    A write-ahead log that is deleted stays open as well. The connections to it copy it into the database when the last
+    of them is closed, so `open` closes them.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -99,6 +102,8 @@ class FileGuard:
         name = engine.url.database
         self._file = Path(name).absolute() if engine.dialect.name == "sqlite" and name else None
         self._file_id: tuple[int, int] | None = None
+        self._log_id: tuple[int, int] | None = None
+        """Of the write-ahead log; None until it is there."""
         self._stamp = secrets.randbelow(2**31 - 1) + 1
         self._descriptor: int | None = None
         self._is_stamped = False
@@ -115,16 +120,18 @@ class FileGuard:
         if self._file is None:
             return
         found = self._current_id()
-        if found != self._file_id:
-            self._engine.dispose()  # connections to the former file
+        if found != self._file_id or self._is_log_gone():
+            self._engine.dispose()  # connections to the former files
             self._write_stamp(self._file)
-            self._file_id = found
+            self._file_id, self._log_id = found, None
         self._check_stamp()
 
     def check(self) -> None:
         """After a commit: raises `StoreFailed` if it went into a file that is no longer at this path."""
         if self._file is not None and self._current_id() != self._file_id:
             raise StoreFailed(f"The database {self._file} has been replaced by another file.", remedy="Put it back.")
+        if self._is_log_gone():
+            raise StoreFailed(f"The log {self._file}-wal has been deleted while it is in use.", remedy="Ask again.")
         self._check_stamp()
 
     def _write_stamp(self, file: Path) -> None:
@@ -151,6 +158,15 @@ class FileGuard:
                 remedy="Ask again.",
             )
         self._is_stamped = found == self._stamp
+
+    def _is_log_gone(self) -> bool:
+        """True if the write-ahead log is no longer the one of the first call."""
+        try:
+            found = os.stat(f"{self._file}-wal")
+        except OSError:
+            return self._log_id is not None
+        self._log_id = self._log_id or (found.st_dev, found.st_ino)
+        return self._log_id != (found.st_dev, found.st_ino)
 
     def _current_id(self) -> tuple[int, int]:
         assert self._file is not None
