@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from pathlib import Path
@@ -170,6 +171,22 @@ def test_a_database_that_cannot_be_read_is_waited_for_without_haste(
         assert store.loads - pauses_before <= 3
         store.unreadable = 0
         await recovered(writer)
+
+    run(body)
+
+
+def test_a_wait_for_a_lock_while_the_ledger_is_read_makes_an_outage_no_longer(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        load = store.load
+        monkeypatch.setattr(store, "load", lambda: (time.sleep(1.5), load())[1])
+        store.fates, begun_s = [Fate.FAILED] * 2, clock.now().mono_s
+        with pytest.raises(Unavailable):
+            await writer.submit(ask())
+        await recovered(writer)
+        assert clock.now().mono_s - begun_s < 7.0, "a pause of four times as long as it waited"
 
     run(body)
 

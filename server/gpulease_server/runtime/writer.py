@@ -95,7 +95,7 @@ class Writer:
         self._backlog: int | None = None
         """Submissions that arrived before the next tick was due and are still undecided; None while no tick is due."""
         self._outage: Outage | None = None
-        self._pause_s = FIRST_PAUSE_S
+        self._pause_s, self._load_s = FIRST_PAUSE_S, 0.0
         self._commits = 0
         """Turns that were committed."""
         self._stopping = False
@@ -372,16 +372,14 @@ class Writer:
         self.reading_requests.clear()
         self._requested_readings.clear()
         self.problem, self._outage = outage.reason, outage
-        load_s, failed = 0.0, outage.try_writing
+        failed, self._load_s = outage.try_writing, 0.0
         while True:
             if failed:
                 # Loading a large ledger is expensive; other processes need the CPU too.
-                await asyncio.sleep(max(self._pause_s, 4 * load_s))
+                await asyncio.sleep(max(self._pause_s, 4 * self._load_s))
                 self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-            begun_s = clock.now().mono_s
             try:
                 ledger = await self._in_thread(self._load)
-                load_s = clock.now().mono_s - begun_s
                 if outage.try_writing:
                     changes = outage.closing_changes(ledger, clock.now())
                     await self._in_thread(self._commit, changes, ledger)
@@ -399,8 +397,10 @@ class Writer:
 
     def _load(self) -> Ledger:
         """The ledger as the database has it. Blocks. Raises `StoreFailed` or SQLAlchemyError."""
+        begun_s = clock.thread_s()
         self._file_guard.open()
         ledger = self.store.load()
+        self._load_s = clock.thread_s() - begun_s
         refuse_older_copy(ledger, self.committed, self.recent_events.newest, self.store.has_event)
         return ledger
 
