@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import Connection, StaticPool, create_engine, event, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import InternalError, OperationalError
 
 from gpulease_server.runtime.leadership.lock import (
     AdvisoryLock,
@@ -222,6 +222,21 @@ def test_a_transaction_in_doubt_is_over_before_the_ledger_is_read_again(postgres
     late.close()
     write_lease(store, world)
     other.close()
+    store.close()
+
+
+def test_a_session_of_a_server_that_was_a_replica_is_left(postgres: PostgresServer, postgres_url: str) -> None:
+    store = Store(postgres_url)
+    store.fence.take_over("only")
+    setting = f"ALTER DATABASE {postgres_url.rsplit('/', 1)[1]} SET default_transaction_read_only = "
+    postgres.execute(f"{setting} on")
+    store.engine.dispose()
+    with pytest.raises(StoreFailed, match="read-only transaction"):
+        store.write([], World().ledger)
+    postgres.execute(f"{setting} off")
+    with pytest.raises(InternalError, match="read-only transaction"):
+        store.load()
+    store.write([], store.load())
     store.close()
 
 

@@ -28,6 +28,8 @@ IO_ERROR = "disk I/O error"
 """SQLite's message for whatever the system refuses, but for a full disk."""
 IO_REMEDY = "See whether a quota or `ulimit -f` is reached, and dmesg for errors of the disk."
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+READ_ONLY = "25006"
+"""PostgreSQL's code for a write in a session that only reads."""
 PAUSE_S = 0.01
 """Between two attempts at what SQLite does not wait for."""
 CONNECT_S = 5
@@ -77,6 +79,7 @@ def engine(url: URL, **options: Any) -> Engine:
     made = create_engine(url, connect_args=arguments, isolation_level="READ COMMITTED", **{**POOL, **options})
     event.listen(made, "do_connect", _connect_postgresql)
     event.listen(made, "connect", _prepare_postgresql)
+    event.listen(made, "handle_error", _leave_replica)
     return made
 
 
@@ -94,6 +97,12 @@ def _give_up_read_only(context: ExceptionContext) -> None:
     again: then the next one is new. Not before: each keeps a descriptor for as long as others are open."""
     is_read_only = getattr(context.original_exception, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY
     if is_read_only and context.engine is not None and os.access(str(context.engine.url.database), os.W_OK):
+        context.is_disconnect = True
+
+
+def _leave_replica(context: ExceptionContext) -> None:
+    """A session that is read-only stays so, also after a failover: the next one may be at the new primary server."""
+    if getattr(context.original_exception, "sqlstate", None) == READ_ONLY:
         context.is_disconnect = True
 
 
