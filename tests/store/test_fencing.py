@@ -251,7 +251,7 @@ def test_a_failed_write_in_doubt_is_no_loss_of_the_database(database_url: str) -
         raise OperationalError("COMMIT", {}, Exception("cut off"))
 
     event.listen(store.engine, "commit", fail)
-    with pytest.raises(StoreFailed, match="cut off"):
+    with pytest.raises(StoreFailed, match=r"cut off\. Ask again"):
         write_lease(store, world)
     ledger = store.load()
     assert len(ledger.leases) == 1

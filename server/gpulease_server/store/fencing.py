@@ -158,7 +158,7 @@ class WriterFence:
             raise  # refused by the server, so nothing is in doubt
         except SQLAlchemyError as error:
             self._in_doubt = True
-            detail = f"The ledger could not be written: {failure(error)}"
+            detail = f"The ledger could not be written: {failure(error).rstrip('.')}."
             raise StoreFailed(detail, remedy="Ask again.") from error
 
     def _require_term(self, connection: Connection) -> None:
