@@ -7,12 +7,16 @@ import shlex
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from gpulease_cli import main
 from gpulease_cli.failures import COMMANDS_ELSEWHERE
+from gpulease_cli.snapshot import Snapshot
 from gpulease_protocol.durations import parse_duration
+from gpulease_protocol.errors import DaemonUnavailable
 from tests.cli.programs import environ
 from tests.client.fake_daemon import FakeDaemon
 from tests.imported_program import completed
@@ -260,3 +264,26 @@ def test_an_output_of_which_only_the_beginning_was_written_is_an_error(tmp_path:
         "  why: File too large",
         "  do:  Raise `ulimit -f`, or write it elsewhere.",
     ]
+
+
+def test_status_watch_in_a_pipe_continues_through_an_outage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Snapshot(gpus=(), leases=(), jobs=(), nodes=(), at=datetime.now(UTC))
+    away = DaemonUnavailable("No daemon answers.")
+    outcomes = iter([table, away, away, table, away, KeyboardInterrupt()])
+
+    def fetch(_: object) -> Snapshot:
+        outcome = next(outcomes)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(Snapshot, "fetch", fetch)
+    monkeypatch.setattr("gpulease_cli.commands.status.REFRESH_S", 0.0)
+    assert main(["status", "--watch"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "gpulease: No daemon answers. Trying again.\n" * 2
+    assert printed.out.count("No GPUs are known") == 2
+    outcomes = iter([away])
+    assert main(["status", "--watch"]) == 3

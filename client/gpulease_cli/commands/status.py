@@ -13,7 +13,8 @@ from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import option
 from gpulease_cli.snapshot import Snapshot
-from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.errors import DaemonUnavailable, InvalidRequest, Unavailable
+from gpulease_protocol.status_table import printable
 
 REFRESH_S = 1.0
 """Time between two refreshes of `--watch`: as often as the worker reads the hardware."""
@@ -44,11 +45,28 @@ def status(watch: bool, json: bool) -> None:
                 with Screen() as screen:
                     redraw(screen, partial(_picture, client), REFRESH_S, output.colored)
                 return
-            while True:
-                output.print_table(Snapshot.fetch(client).table(None))
-                sys.stdout.flush()
-                output.warn_if_stale(client.as_of)
-                time.sleep(REFRESH_S)
+            _print_forever(client)
+
+
+def _print_forever(client: Client) -> None:
+    """Print one table after the other. Raises DaemonUnavailable or Unavailable if no daemon answers the first time;
+    a later outage is said once."""
+    answers = None
+    while True:
+        try:
+            now = Snapshot.fetch(client)
+        except (DaemonUnavailable, Unavailable) as error:
+            if answers is None:
+                raise
+            if answers:
+                output.say(f"gpulease: {printable(error.detail, 300)} Trying again.\n")
+            answers = False
+        else:
+            answers = True
+            output.print_table(now.table(None))
+            sys.stdout.flush()
+            output.warn_if_stale(client.as_of)
+        time.sleep(REFRESH_S)
 
 
 def _picture(client: Client, width: int) -> str:
