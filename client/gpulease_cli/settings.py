@@ -143,7 +143,7 @@ def _resolved(
     """(option, value, origin) for every setting of a section. A default that depends on the host is what it is here."""
     command = program if section == "client" else program.commands[section]
     known = declared(program, section)
-    context = command.context_class(command, info_name=section)
+    context = command.context_class(command, info_name="gpulease" if command is program else f"gpulease {section}")
     context.default_map = {
         key: _value(section, known[key], entry, context) for key, entry in sections.get(section, {}).items()
     }

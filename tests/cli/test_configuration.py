@@ -312,6 +312,20 @@ def test_a_user_is_told_whose_settings_are_shown(
     assert ("`sudo gpulease config show` shows its settings" in capsys.readouterr().err) is told
 
 
+def test_json_may_follow_the_section_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "serve", "--port", "9000", "--json"]) == 0
+    values = {setting["key"]: setting["value"] for setting in json.loads(capsys.readouterr().out)["items"]}
+    assert values["port"] == 9000
+
+
+@pytest.mark.parametrize(("section", "usage"), [("serve", "gpulease serve"), ("client", "gpulease")])
+def test_an_unknown_option_of_a_section_names_a_help_that_there_is(
+    section: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "show", section, "--nope"]) == 2
+    assert f"See `{usage} --help`." in capsys.readouterr().err
+
+
 def test_paths_are_relative_to_the_files_directory(file: Callable[[str], Path]) -> None:
     path = file("[serve]\ndata_dir = 'd'\nsocket = '~/s'\nsimulate = 'gpus.json'\n[worker]\nsimulate = 4\n")
     assert shown("serve", "data_dir")["value"] == str(path.parent / "d")

@@ -43,6 +43,8 @@ def show(context: click.Context, words: tuple[str, ...], json: bool) -> None:
     """
     program = context.find_root().command
     section, *arguments = words or ("",)
+    if "--json" in arguments:  # no section has such an option
+        json, arguments = True, [word for word in arguments if word != "--json"]
     if section and section not in config_file.SECTIONS:
         raise InvalidRequest(
             f"{section}: not a section.", remedy=f"Use one of {', '.join(config_file.SECTIONS)}, or none for all."
