@@ -225,6 +225,28 @@ def test_the_reader_moves_and_the_address_follows(watched: Watched) -> None:
     watched.was_good()
 
 
+def test_a_move_just_after_another_is_kept(watched: Watched) -> None:
+    """The wheel turns between the address of the first move and the next frame."""
+    now = time.time()
+    uuids = uuids_of(2)
+    told(watched.page, uuids, [lease(1, uuids, now - 3 * HOUR_S, now - 2 * HOUR_S, "ada", label="x")], [0.5] * 60)
+    page = watched.open("#/timeline?range=24h")
+    page.wait_for_function("() => document.querySelector('canvas')?.picture?.width > 0")
+    page.evaluate("""() => addEventListener("hashchange", () => {
+        const area = document.querySelector(".timeline-area");
+        area.dispatchEvent(new WheelEvent("wheel", { deltaY: -300, ctrlKey: true, clientX: 500, cancelable: true }));
+    }, { once: true })""")
+    page.get_by_role("button", name="Zoom in").click()
+    page.wait_for_function(
+        """most => {
+            const [from, to] = location.hash.match(/[0-9]{9,}/g) ?? [];
+            return to - from < most;
+        }""",
+        arg=6 * HOUR_S,
+    )
+    watched.was_good()
+
+
 def test_leases_by_user_in_a_table_and_as_a_file(watched: Watched, tmp_path: Path) -> None:
     """T6, T8, S2: a user has as many rows as they held GPUs at once."""
     now = time.time()

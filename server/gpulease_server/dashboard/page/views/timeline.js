@@ -92,12 +92,21 @@ function iso(atS) {
 
 /** A window that was moved is put into the address as soon as it rests. */
 function useSettled(moving, setMoving, query) {
+  const put = useRef(/** @type {[number, number] | null} */ (null));
   useEffect(() => {
     if (!moving) return undefined;
-    const timer = setTimeout(() => zoomTo(moving), SETTLES_MS);
+    const settle = () => {
+      put.current = moving;
+      zoomTo(moving);
+    };
+    const timer = setTimeout(settle, SETTLES_MS);
     return () => clearTimeout(timer);
   }, [moving]);
-  useEffect(() => setMoving(null), [query.from, query.to, query.range]);
+  useEffect(() => {
+    const settled = put.current; // null where the address was changed by other means
+    put.current = null;
+    setMoving((now) => (settled && now !== settled ? now : null)); // it may have moved on before this frame
+  }, [query.from, query.to, query.range]);
 }
 
 function Move({ window, onMove, live }) {
