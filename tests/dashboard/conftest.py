@@ -171,4 +171,6 @@ def watching(
     try:
         yield Watched(context.new_page(), running)
     finally:
+        for routed in (*context.pages, context):
+            routed.unroute_all(behavior="ignoreErrors")  # a request may be in flight
         context.close()
