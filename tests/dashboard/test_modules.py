@@ -508,8 +508,8 @@ def test_with_a_stream_only_what_may_have_changed_is_requested(
     )
     gpus, nodes, leases = said
     assert gpus >= 15
-    assert nodes == leases <= most
-    assert nodes >= most - 1
+    assert nodes == leases <= most + 1  # all once more as the stream begins
+    assert nodes >= most
 
 
 def test_a_clock_that_is_set_back_stops_no_requests(modules: Path) -> None:

@@ -124,6 +124,29 @@ def test_a_bell_rings_once_for_all_windows_also_while_they_are_hidden(browser: B
         pages[0].wait_for_function("!Object.keys(localStorage).some(key => key.startsWith('gpulease-bells'))")
 
 
+def test_a_bell_rings_for_a_grant_before_the_event_stream_begins(browser: Browser, running: DaemonProcess) -> None:
+    held, waits, streams = ask(running, count=4), ask(running, count=2, label="eval"), list[Route]()
+
+    def hold(route: Route) -> None:
+        is_stream = "text/event-stream" in route.request.headers.get("accept", "")
+        streams.append(route) if is_stream else route.continue_()
+
+    with watching(browser, running) as watched:
+        context = watched.page.context
+        context.add_init_script(RECORDS_NOTIFICATIONS)
+        context.route("**/v1/events*", hold)
+        page = context.new_page()
+        page.goto(f"{running.url}/#/queue")
+        page.get_by_role("button", name="Notify me").click()
+        page.evaluate(HIDE, True)
+        running.call("POST", f"/v1/leases/{held['id']}/release", {"token": held["token"]})
+        running.wait_active(waits["id"])
+        page.wait_for_function("window.asked === 1")
+        context.unroute("**/v1/events*", hold)  # which lets those go on that are held
+        assert streams
+        page.wait_for_function("() => localStorage.getItem('rung')", timeout=30_000)
+
+
 def test_without_permission_the_title_says_it(browser: Browser, running: DaemonProcess) -> None:
     """W2, W3: and the bell says why."""
     held = ask(running, count=4)

@@ -311,13 +311,14 @@ export class Follow {
     }
   }
 
-  /** The stream is at this event. Those before it are fetched once, and again where the stream does not continue. */
+  /** The stream is at this event. Those before it are fetched once, and again where the stream does not continue; so is what
+   * they may have changed between the answer that is shown and the stream. */
   reached(id) {
     if (Number(id) < Number(this.lastId)) this.forgetPosition(); // of an older database; another window was told so
     const begins = this.lastId === null;
     this.lastId = id;
     this.streaming = true;
-    if (begins || !this.recalled) this.want(EVENTS);
+    if (begins || !this.recalled) this.want(EVENTS, ...LISTS);
   }
 
   /** The stream cannot continue where it was: the database may be another one, with other events of the same numbers. */
