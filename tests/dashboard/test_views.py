@@ -89,6 +89,13 @@ def test_views_have_addresses_and_back_works(watched: Watched, running: DaemonPr
     watched.was_good()
 
 
+def test_a_range_that_there_is_not_is_the_usual_one(watched: Watched, hardware: Hardware) -> None:
+    for view, usual in (("timeline", "24h"), ("usage", "week"), (f"gpus/{hardware.uuid(0)}", "1h")):
+        page = watched.open(f"#/{view}?range=constructor")
+        expect(page.get_by_role("group", name="Time").get_by_role("button", pressed=True)).to_have_text(usual)
+    watched.was_good()
+
+
 def test_search_leaves_only_what_matches(watched: Watched, running: DaemonProcess) -> None:
     """S2: `/` focuses it, it works in each view, and it is in the address."""
     ask(running, count=1, label="chloe: notebook")

@@ -12,7 +12,7 @@ const MEASURES = ["utilization_ratio", "memory_used_bytes", "power_w", "temperat
 /** Plots of `path`: of a GPU with a choice of the time, of a lease its whole life. */
 export function HistoryPlots({ path, query, label, live = true }) {
   const ofGpu = path.endsWith("/history");
-  const range = query.range in RANGES ? query.range : "1h";
+  const range = Object.hasOwn(RANGES, query.range) ? query.range : "1h";
   const answer = useAnswer(
     ofGpu ? `${path}?last_s=${RANGES[range]}&points=300` : `${path}?points=300`,
     live ? EVERY_MS : null,

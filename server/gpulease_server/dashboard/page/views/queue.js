@@ -47,7 +47,7 @@ export function Queue({ data, q, query }) {
 }
 
 function isOfSize({ selection, count, indices, uuids }, size) {
-  if (!(size in SIZES)) return true;
+  if (!Object.hasOwn(SIZES, size)) return true;
   const wanted = selection === "listed" ? indices.length + uuids.length : selection === "count" ? count : Infinity;
   return wanted >= SIZES[size][0] && wanted <= SIZES[size][1];
 }

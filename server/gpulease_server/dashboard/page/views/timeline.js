@@ -38,7 +38,7 @@ const LEGEND = ["idle", "unhealthy", "cordoned", "foreign", "unknown", "draining
 /** The whole view. */
 export function Timeline({ data, q, query }) {
   const nowS = nowMs() / 1000;
-  const range = query.range in RANGES ? query.range : "24h";
+  const range = Object.hasOwn(RANGES, query.range) ? query.range : "24h";
   const zoom = zoomOf(query);
   const [moving, setMoving] = useState(/** @type {[number, number] | null} */ (null));
   const window = moving ?? windowOf(zoom, RANGES[range], nowS);

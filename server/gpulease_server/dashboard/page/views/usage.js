@@ -28,7 +28,7 @@ const MEASURES = [
 /** The whole view. */
 export function UsageView({ data, q, query }) {
   const by = GROUPS.includes(query.group) ? query.group : "user";
-  const range = query.range in RANGES ? query.range : "week";
+  const range = Object.hasOwn(RANGES, query.range) ? query.range : "week";
   const zoom = zoomOf(query);
   const answer = useAnswer(`v1/usage?by=${by}&${periodOf(zoom, range)}`, EVERY_MS);
   const { value } = answer;
