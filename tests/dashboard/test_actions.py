@@ -115,6 +115,10 @@ def test_a_drain_and_a_pause_name_the_leases(watched: Watched, running: DaemonPr
     page.get_by_role("button", name="Pause…").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text(f"while there are leases on it: {lease['id']} of root, notebook.")
+    dialog.get_by_role("button", name="Pause node n1").click()
+    refused = f"Node n1 has active leases: {lease['id']}. Drain it and pause it when they have ended."
+    expect(dialog.get_by_role("alert")).to_have_text(refused)  # the page cannot force it
+    watched.forget()  # the browser reports the 409
     running.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
     expect(page.locator(".head .state").first).to_have_text("free")
     expect(dialog).to_contain_text(lease["id"])  # what is asked does not change under the pointer

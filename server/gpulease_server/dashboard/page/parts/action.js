@@ -83,10 +83,11 @@ function Confirm({ verb, subject, consequence, path, method, body, asksWhy, dang
   <//>`;
 }
 
-/** The daemon's words; and where no one knows whether it was done, that. */
+/** The daemon's words, but for an argument that the page does not have; and where no one knows whether it was done, that. */
 export function said(problem) {
+  const sentence = problem.sentence.replace(/, or [^.]*"force": true[^.]*/, "");
   const unknown = problem.status === 0 || problem.fields.outcome === "unknown";
-  return problem.sentence + (unknown ? " It is not known whether this was done: look at the state, or try again." : "");
+  return sentence + (unknown ? " It is not known whether this was done: look at the state, or try again." : "");
 }
 
 /** A key by which the daemon knows a request that is sent twice. */
