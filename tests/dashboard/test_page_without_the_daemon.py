@@ -125,6 +125,23 @@ def test_a_page_whose_files_do_not_all_arrive_says_so_and_loads_itself_again(wat
     assert page.evaluate("sessionStorage.length") == 0
 
 
+def test_a_style_sheet_that_does_not_arrive_is_asked_for_again(watched: Watched) -> None:
+    page, lost = watched.page, []
+
+    def lose(route: Route) -> None:
+        lost.append(route.request.url)
+        route.abort("connectionreset")
+
+    page.route("**/dashboard/page.css", lose)
+    watched.open()
+    has_style = "() => getComputedStyle(document.body).margin === '0px'"
+    assert lost
+    assert not page.evaluate(has_style)
+    page.unroute("**/dashboard/page.css")
+    page.wait_for_function(has_style)
+    expect(card(page, 0)).to_be_visible()
+
+
 def test_a_page_with_files_of_two_releases_says_so_and_loads_itself_again(watched: Watched) -> None:
     """A browser that goes back, or opens its tabs again, takes some from its cache without asking."""
     page, given = watched.page, []

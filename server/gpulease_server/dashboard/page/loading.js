@@ -52,6 +52,23 @@ function tell() {
   document.title = "! gpulease";
 }
 
+/** Whether a style sheet has rules: one that failed is empty, or throws. @param {HTMLLinkElement} link */
+function hasRules({ sheet }) {
+  try {
+    return Boolean(sheet?.cssRules.length);
+  } catch {
+    return false;
+  }
+}
+
+/** Ask again for a style sheet that did not arrive; the page is of use without it. @param {HTMLLinkElement} link */
+function askForStyles(link, waitS = 1) {
+  const again = /** @type {HTMLLinkElement} */ (link.cloneNode());
+  const longerS = Math.min(LONGEST_WAIT_S, 2 * waitS);
+  again.addEventListener("error", () => setTimeout(() => askForStyles(again, longerS), 1000 * waitS));
+  link.replaceWith(again);
+}
+
 let failed = false;
 
 function fail() {
@@ -66,4 +83,7 @@ addEventListener("error", ({ target }) => target instanceof HTMLScriptElement &&
 addEventListener("load", () => {
   if (!document.getElementById("app")?.firstChild) fail(); // all arrived, and do not fit together: they are of two releases
   if (!failed) keep(0);
+  /** @type {NodeListOf<HTMLLinkElement>} */ (document.querySelectorAll("link[rel=stylesheet]")).forEach((link) => {
+    if (!hasRules(link)) askForStyles(link);
+  });
 });
