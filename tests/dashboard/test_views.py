@@ -96,6 +96,20 @@ def test_a_range_that_there_is_not_is_the_usual_one(watched: Watched, hardware: 
     watched.was_good()
 
 
+def test_back_goes_to_where_one_was_in_a_list(browser: Browser, running: DaemonProcess) -> None:
+    for _ in range(12):
+        ask(running, count=4, ttl_s=6000)
+    with watching(browser, running, height=300) as watched:
+        page = watched.open("#/queue")
+        page.locator("#queue tbody tr").last.get_by_role("link").first.click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("lease-")
+        page.wait_for_function("() => scrollY === 0")
+        page.go_back()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Queue")
+        page.wait_for_function("() => scrollY > 100 && scrollY === history.state.scrolled")
+        watched.was_good()
+
+
 def test_search_leaves_only_what_matches(watched: Watched, running: DaemonProcess) -> None:
     """S2: `/` focuses it, it works in each view, and it is in the address."""
     ask(running, count=1, label="chloe: notebook")

@@ -154,15 +154,22 @@ function focusView() {
   /** @type {HTMLElement | null} */ (document.querySelector("main h1"))?.focus();
 }
 
-/** Who goes to another view by a link is at its heading, as after the load of a page. */
+/** Who goes to another view by a link is at its heading, as after the load of a page; and by Back where they were. */
 function useFocusOnChange(place) {
   const before = useRef(place);
   useEffect(() => {
     if (before.current === place) return;
     before.current = place;
     focusView();
-    scrollTo(0, 0);
+    scrollTo(0, history.state?.scrolled ?? 0);
   }, [place]);
+  useEffect(() => {
+    const clicked = ({ target }) => {
+      if (target instanceof Element && target.closest('a[href^="#/"]')) history.replaceState({ scrolled: scrollY }, "");
+    };
+    addEventListener("click", clicked, true);
+    return () => removeEventListener("click", clicked, true);
+  }, []);
 }
 
 /** `/` goes to the search, where no one is typing. */
