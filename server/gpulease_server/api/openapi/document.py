@@ -6,6 +6,7 @@ which is no interface for anyone else and changes with the program.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -55,9 +56,10 @@ SERVERS = [
 def install_openapi(app: FastAPI, bodies: Sequence[JsonBody[Any]]) -> None:
     """Have `app.openapi()` make the whole document, and serve the public part of it.
 
-    Each is made at the first request for it.
+    Each is made at the first request for it; the public one in a thread, as it takes 0.3 s.
     """
     generate = app.openapi
+    making = asyncio.Lock()
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -69,7 +71,9 @@ def install_openapi(app: FastAPI, bodies: Sequence[JsonBody[Any]]) -> None:
         return StaticDocument(json.dumps(public_document(openapi()), ensure_ascii=False).encode(), "application/json")
 
     async def serve(request: Request) -> Response:
-        return encoded().respond(request)
+        async with making:
+            document = await asyncio.to_thread(encoded)
+        return document.respond(request)
 
     app.openapi = openapi  # type: ignore[method-assign]
     app.add_route("/openapi.json", serve, include_in_schema=False)
