@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import pwd
+import resource
 import socket
 import subprocess
 import time
@@ -251,6 +253,25 @@ def test_leases_outlive_a_restart(tmp_path: Path) -> None:
         granted = running.call("GET", f"/v1/leases/{waiting['id']}?wait_s=60&wait_while=queued").json
         assert granted["token"] > kept["token"]
         assert [event["seq"] for event in events(running)] == list(range(1, len(events(running)) + 1))
+
+
+def test_a_daemon_that_can_open_no_more_files_shows_its_metrics(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--no-worker") as running:
+        assert running.process is not None
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+        soft, hard = resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE)
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().read()
+        resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (0, hard))
+        answers = {}
+        for path in ("/metrics", "/v1"):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            answers[path] = response.status, response.read()
+        resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        connection.close()
+    assert {path: status for path, (status, _) in answers.items()} == {"/metrics": 200, "/v1": 200}
+    assert b"\ngpulease_ready 1.0\n" in answers["/metrics"][1]
 
 
 def test_a_daemon_without_a_worker_is_ready_says_so_and_grants_nothing(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ OPENMETRICS, TEXT = "application/openmetrics-text", "text/plain"
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 TEXT_TYPE = f"{TEXT}; version=0.0.4; charset=utf-8"
 MIN_GZIP_BYTES = 4096
+VERSION = version("gpulease")
+"""Read once: it is in a file, and a daemon that is out of file descriptors still shows its metrics."""
 STANDINGS = {Leadership.CONFIRMED: "writer", Leadership.UNCONFIRMED: "doubtful", Leadership.SUPERSEDED: "superseded"}
 STANDBY = "standby"
 
@@ -52,7 +54,7 @@ class DaemonCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics; in any thread."""
-        yield InfoMetricFamily("gpulease_build", "This daemon.", {"version": version("gpulease")})
+        yield InfoMetricFamily("gpulease_build", "This daemon.", {"version": VERSION})
         standing = GaugeMetricFamily(
             "gpulease_standing",
             "1 for the role of the daemon: writer, standby, doubtful (it cannot confirm its lock), "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import Request
@@ -21,7 +20,7 @@ async def index(request: Request) -> dict[str, str]:
     """The version of the daemon, and where to find what: each collection by name, `openapi` and `docs`."""
     paths = (route.path for route in request.app.router.routes if isinstance(route, APIRoute))
     collections = {name: path for path in paths if (name := path.removeprefix("/v1/")).isalpha()}
-    return {"version": version("gpulease"), "openapi": "/openapi.json", "docs": "/docs", **collections}
+    return {"version": request.app.version, "openapi": "/openapi.json", "docs": "/docs", **collections}
 
 
 @router.get("/healthz", operation_id="getHealth", tags=["service"])
