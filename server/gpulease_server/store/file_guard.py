@@ -93,8 +93,8 @@ class FileGuard:
     fits to it. So each process stamps the file with a number of its own. It finds a copy from before its start, and one
     of `gpulease db backup`, which has `BACKUP_STAMP`; not a copy that another program has made since.
 
-    A write-ahead log that is deleted stays open as well. The connections to it copy it into the database when the last
-    of them is closed, so `open` closes them.
+    A write-ahead log that is deleted stays open as well, so `open` copies it into the database before it closes the
+    connections to it: a connection that is made while one of them reads would take the new, empty log for that one.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -119,8 +119,11 @@ class FileGuard:
         none, so that SQLite does not create an empty one."""
         if self._file is None:
             return
-        found = self._current_id()
-        if found != self._file_id or self._is_log_gone():
+        found, is_log_gone = self._current_id(), self._is_log_gone()
+        if is_log_gone and found == self._file_id:
+            self._check_stamp()
+            self._save_log()
+        if is_log_gone or found != self._file_id:
             self._engine.dispose()  # connections to the former files
             self._write_stamp(self._file)
             self._file_id, self._log_id = found, None
@@ -133,6 +136,12 @@ class FileGuard:
         if self._is_log_gone():
             raise StoreFailed(f"The log {self._file}-wal has been deleted while it is in use.", remedy="Ask again.")
         self._check_stamp()
+
+    def _save_log(self) -> None:
+        """Copy the log into the database, once no one reads from it. Raises `StoreFailed` or SQLAlchemyError."""
+        with self._engine.connect() as connection:
+            if connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]:
+                raise StoreFailed(f"The log {self._file}-wal has been deleted while it is read.", remedy="Ask again.")
 
     def _write_stamp(self, file: Path) -> None:
         """Stamp a file. One that cannot be written is known by its inode alone."""
