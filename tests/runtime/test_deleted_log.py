@@ -55,10 +55,11 @@ def test_a_log_that_is_deleted_loses_nothing(tmp_path: Path, names: tuple[str, .
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[tuple[Path, Engine, FileGuard]]:
-    """A database with a row in its file and another one in its log, and two connections to it."""
-    file = tmp_path / "ledger.db"
+    """A database behind a symbolic link, with a row in its log, and two connections to it."""
+    file, link = tmp_path / "ledger.db", tmp_path / "link.db"
     file.touch()
-    engine = connect(f"sqlite:///{file}")
+    link.symlink_to(file)
+    engine = connect(f"sqlite:///{link}")
     guard = FileGuard(engine)
     with engine.begin() as connection:
         connection.exec_driver_sql("CREATE TABLE one (number)")

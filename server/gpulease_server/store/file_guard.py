@@ -102,8 +102,10 @@ class FileGuard:
         name = engine.url.database
         self._file = Path(name).absolute() if engine.dialect.name == "sqlite" and name else None
         self._file_id: tuple[int, int] | None = None
+        self._log = ""
+        """The write-ahead log: SQLite has it beside the file that a symbolic link leads to."""
         self._log_id: tuple[int, int] | None = None
-        """Of the write-ahead log; None until it is there."""
+        """None until it is there."""
         self._stamp = secrets.randbelow(2**31 - 1) + 1
         self._descriptor: int | None = None
         self._is_stamped = False
@@ -126,7 +128,7 @@ class FileGuard:
         if is_log_gone or found != self._file_id:
             self._engine.dispose()  # connections to the former files
             self._write_stamp(self._file)
-            self._file_id, self._log_id = found, None
+            self._file_id, self._log, self._log_id = found, f"{os.path.realpath(self._file)}-wal", None
         self._check_stamp()
 
     def check(self) -> None:
@@ -134,14 +136,14 @@ class FileGuard:
         if self._file is not None and self._current_id() != self._file_id:
             raise StoreFailed(f"The database {self._file} has been replaced by another file.", remedy="Put it back.")
         if self._is_log_gone():
-            raise StoreFailed(f"The log {self._file}-wal has been deleted while it is in use.", remedy="Ask again.")
+            raise StoreFailed(f"The log {self._log} has been deleted while it is in use.", remedy="Ask again.")
         self._check_stamp()
 
     def _save_log(self) -> None:
         """Copy the log into the database, once no one reads from it. Raises `StoreFailed` or SQLAlchemyError."""
         with self._engine.connect() as connection:
             if connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]:
-                raise StoreFailed(f"The log {self._file}-wal has been deleted while it is read.", remedy="Ask again.")
+                raise StoreFailed(f"The log {self._log} has been deleted while it is read.", remedy="Ask again.")
 
     def _write_stamp(self, file: Path) -> None:
         """Stamp a file. One that cannot be written is known by its inode alone."""
@@ -171,7 +173,7 @@ class FileGuard:
     def _is_log_gone(self) -> bool:
         """True if the write-ahead log is no longer the one of the first call."""
         try:
-            found = os.stat(f"{self._file}-wal")
+            found = os.stat(self._log)
         except OSError:
             return self._log_id is not None
         self._log_id = self._log_id or (found.st_dev, found.st_ino)
