@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -56,24 +55,26 @@ SERVERS = [
 def install_openapi(app: FastAPI, bodies: Sequence[JsonBody[Any]]) -> None:
     """Have `app.openapi()` make the whole document, and serve the public part of it.
 
-    Each is made at the first request for it; the public one in a thread, as it takes 0.3 s.
+    Each is made at the first request for it; the public one in a thread, as it takes 0.3 s. Later requests need none of
+    the threads, which may all wait for the database.
     """
     generate = app.openapi
-    making = asyncio.Lock()
+    made, making = list[StaticDocument](), asyncio.Lock()
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = _complete(schemas.with_named_pages(generate()), bodies)
         return app.openapi_schema
 
-    @cache
     def encoded() -> StaticDocument:
         return StaticDocument(json.dumps(public_document(openapi()), ensure_ascii=False).encode(), "application/json")
 
     async def serve(request: Request) -> Response:
-        async with making:
-            document = await asyncio.to_thread(encoded)
-        return document.respond(request)
+        if not made:
+            async with making:
+                if not made:
+                    made.append(await asyncio.to_thread(encoded))
+        return made[0].respond(request)
 
     app.openapi = openapi  # type: ignore[method-assign]
     app.add_route("/openapi.json", serve, include_in_schema=False)
