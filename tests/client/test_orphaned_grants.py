@@ -70,6 +70,24 @@ def test_the_error_of_a_signal_handler_ends_the_wait_and_withdraws_the_request(
     assert daemon.only_lease()["end_reason"] == "released"
 
 
+def test_a_call_after_the_error_of_a_signal_handler_is_sent_again(daemon: FakeDaemon, client: Client) -> None:
+    """That error is in the context of the call's own failures, and did not cause them."""
+
+    def alarm(*_: object) -> None:
+        raise TimeoutError("alarm")
+
+    faults = iter(["break", "break"])
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    except TimeoutError:
+        daemon.fault = lambda line: next(faults, None)
+        assert client.gpus() == ()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert next(faults, None) is None
+
+
 def test_a_rank_that_stops_waiting_does_not_withdraw_the_shared_lease(daemon: FakeDaemon, client: Client) -> None:
     daemon.free = False
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -68,14 +69,14 @@ class Transport:
 
     def run(self, flow: Flow[Result]) -> Result:
         """What the flow returns."""
-        driver = FlowDriver(flow)
+        driver, handled = FlowDriver(flow), sys.exception()
         try:
             while (effect := driver.next_effect()) is not None:
                 try:
                     driver.outcome = self._perform(effect)
                 # Ctrl-C as well: the flow withdraws its request.
                 except BaseException as error:
-                    driver.failure = _interruption(error) or error
+                    driver.failure = _interruption(error, handled) or error
             return driver.result
         finally:
             flow.close()  # Ctrl-C between two effects: the flow still learns of it
@@ -89,6 +90,7 @@ class Transport:
                 if isinstance(effect, Emit):
                     yield effect.item
                     continue
+                handled = sys.exception()
                 try:
                     if isinstance(effect, NextChunk):
                         driver.outcome = stream.next_chunk()
@@ -98,7 +100,7 @@ class Transport:
                     else:
                         driver.outcome = self._perform(effect)
                 except BaseException as error:
-                    driver.failure = _interruption(error) or error
+                    driver.failure = _interruption(error, handled) or error
         finally:
             stream.close()
 
@@ -151,17 +153,18 @@ class Transport:
         return kept
 
 
-def _interruption(error: BaseException) -> BaseException | None:
+def _interruption(error: BaseException, handled: BaseException | None) -> BaseException | None:
     """The error of a signal handler that became a failure of the connection; None if no handler raised it.
 
     An alarm's TimeoutError is an OSError, as those of sockets are. The call is to end with it, not to be sent again.
+    One that the caller handled when the effect began is in the context of each failure, and did not cause it.
     """
     if not isinstance(error, NotConnected | ResponseLost) or threading.current_thread() is not threading.main_thread():
         return None
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(getattr(handler, "func", handler), "__code__", None) for handler in handlers}
     raised: BaseException | None = error
-    while raised is not None:
+    while raised is not None and raised is not handled:
         if any(frame.f_code in codes for frame, _ in walk_tb(raised.__traceback__)):
             return raised
         raised = raised.__cause__ or raised.__context__
