@@ -44,7 +44,7 @@ def play(tmp_path: Path) -> Iterator[Callable[[Body], None]]:
             await asyncio.wait({task})
             store.close()
 
-    played = mock.patch.object(clock, "time", SimpleNamespace(monotonic=loop.time))
+    played = mock.patch.object(clock, "time", SimpleNamespace(monotonic=loop.time, thread_time=lambda: 0.0))
     with played, mock.patch.object(clock, "now", clock._Clocks().now):
         yield lambda body: loop.run_until_complete(main(body))
     loop.close()

@@ -534,7 +534,7 @@ class World:
 
         with contextlib.ExitStack() as stack:
             for target, name, value in (
-                (clock, "time", SimpleNamespace(monotonic=lambda: self.now_s)),
+                (clock, "time", SimpleNamespace(monotonic=lambda: self.now_s, thread_time=lambda: 0.0)),
                 (clock, "datetime", PlayedDatetime),
                 (clock, "now", clock.now),
                 (ids, "new_id", lambda kind: f"{kind}-{next(self._ids):06d}"),
