@@ -510,12 +510,12 @@ def forget_short_leases() -> Patches:
 
 def keep_entry_charges() -> Patches:
     """What counts for a lease beside the time that it is held stays when it ends."""
-    charge = usage.entry_s
+    charged_s = usage.entry_time_s
 
-    def without_end(lease: Lease, weight: float) -> float:
-        return charge(lease, weight) if lease.state is LeaseState.ACTIVE else 0.0
+    def without_end(lease: Lease) -> float:
+        return charged_s(lease) if lease.state is LeaseState.ACTIVE else 0.0
 
-    return [(f"{CORE}.usage_changes.entry_s", without_end)]
+    return [(f"{CORE}.usage_changes.entry_time_s", without_end)]
 
 
 def asked_again_keeps_its_place() -> Patches:
