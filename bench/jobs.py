@@ -35,11 +35,11 @@ def array_s(running: DaemonProcess, jobs: int) -> tuple[float, list[dict[str, An
     body = {"command": ["true"], "launcher": "plain", "array": {"indices": f"0-{jobs - 1}"}}
     begun = time.perf_counter()
     array = running.call("POST", "/v1/jobs", body).json["array_id"]
-    path = f"/v1/jobs?array={array}&limit={jobs}"
+    path = f"/v1/jobs?array={array}"
     while running.call("GET", f"{path}&state=queued&limit=1").json["items"]:
         assert time.perf_counter() - begun < 300, running.story()
         time.sleep(0.05)
-    while len(found := running.call("GET", f"{path}&state=succeeded").json["items"]) < jobs:
+    while len(found := running.call("GET", f"{path}&state=succeeded&limit={jobs}").json["items"]) < jobs:
         assert time.perf_counter() - begun < 300, running.story()
         time.sleep(0.02)
     return time.perf_counter() - begun, found
