@@ -68,9 +68,10 @@ def _can_thaw(cls: Any) -> bool:
 
 def _thawing_init(cls: Any) -> Any:
     """An `__init__` with the parameters of the standard one."""
-    names: dict[str, Any] = {"_set": object.__setattr__, "_thawed": thawed, "_unset": _UNSET}
+    names: dict[str, Any] = {"_set": object.__setattr__, "_unset": _UNSET}
+    names |= {"_own": cls, "_own_thawed": thawed(cls), "_thawed": thawed}
     parameters: dict[bool, list[str]] = {False: ["self"], True: []}
-    lines = ["_kind = self.__class__", "_set(self, '__class__', _thawed(_kind))"]
+    lines = ["_kind = self.__class__", "_set(self, '__class__', _own_thawed if _kind is _own else _thawed(_kind))"]
     for field in dataclasses.fields(cls):
         parameter = value = field.name
         if field.default is not dataclasses.MISSING:

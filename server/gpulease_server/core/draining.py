@@ -63,11 +63,15 @@ def find_leftovers(gpu: GpuRecord, reading: GpuReading, policy: Policy) -> Lefto
     """What this reading shows left on a draining GPU."""
     listed = occupants(reading)
     pids = {process.pid for process in listed}
-    opened_by = [one for one in reading.opened_by or () if not one.bystander and one.pid not in pids]
+    openers: list[Process] = []
+    strangers: list[Process] = []
+    for one in reading.opened_by or ():
+        if not one.bystander and one.pid not in pids:
+            (openers if one.lease_id == gpu.lease_id else strangers).append(one)
     return Leftovers(
         processes=listed,
-        openers=tuple(process for process in opened_by if process.lease_id == gpu.lease_id),
-        strangers=tuple(process for process in opened_by if process.lease_id != gpu.lease_id),
+        openers=tuple(openers),
+        strangers=tuple(strangers),
         checked=reading.opened_by is not None and reading.health == "ok",
         memory_back=_memory_back(gpu, reading, policy),
     )

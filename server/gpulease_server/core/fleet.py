@@ -75,6 +75,8 @@ class Fleet:
     """What could serve a demand ever, for those that were looked for. Emptied when the list of GPUs changes."""
     required: dict[Demand, None] = field(default_factory=dict, compare=False)
     """Those of them that require connections between GPUs."""
+    _pci_places: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By UUID: what GPUs of a node are sorted by."""
     _known_uuids: int = field(default=0, compare=False)
     """How many UUIDs are in `candidates`."""
 
@@ -84,7 +86,9 @@ class Fleet:
         device = record.device
         if before is None:
             self._forget_candidates()
+            self._pci_places[device.uuid] = _PCI_ORDER(device)
         elif before.device is not device and before.device != device:
+            self._pci_places[device.uuid] = _PCI_ORDER(device)
             self._forget_candidates()
             if before.device.node != device.node:
                 discard(self.gpus_of_node, before.device.node, device.uuid)
@@ -99,6 +103,7 @@ class Fleet:
         """Remove a GPU. `find_free` is to be called for its node."""
         self._count_holder(record, -1)
         discard(self.gpus_of_node, record.device.node, record.device.uuid)
+        del self._pci_places[record.device.uuid]
         self._forget_candidates()
 
     def put_node(self, before: NodeRecord | None, record: NodeRecord) -> None:
@@ -131,8 +136,7 @@ class Fleet:
         before = self.free.get(name, ())
         if is_free:
             self.free_gpus.add(uuid)
-            gpus = self.gpus_of_node[name]
-            at = bisect.bisect_left(before, _PCI_ORDER(record.device), key=lambda one: _PCI_ORDER(gpus[one].device))
+            at = bisect.bisect_left(before, self._pci_places[uuid], key=self._pci_places.__getitem__)
             self._put_free(name, (*before[:at], uuid, *before[at:]))
         else:
             self.free_gpus.remove(uuid)

@@ -266,18 +266,18 @@ class Ledger(RequestQueue):
             self.leases[lease.id] = record
             self.unclaimed.discard(lease.id)
             return
-        is_active, is_queued = lease.state is LeaseState.ACTIVE, lease.state is LeaseState.QUEUED
-        if before is not None and before.lease.state is LeaseState.ACTIVE:
+        is_active, is_ended = lease.state is LeaseState.ACTIVE, lease.state is LeaseState.ENDED
+        was_active = before is not None and before.lease.state is LeaseState.ACTIVE
+        if before is not None and was_active:
             self.limits.count_active(before.lease, -1)
-        if is_active:
-            self.limits.count_active(lease, 1)
-        self._note_end(record)
+        if is_active or was_active:
+            self._put_active(record, is_active=is_active)
         self.leases[lease.id] = record
         if record.number >= self.next_number:
             self.next_number = record.number + 1
         if (token := lease.fencing_token or 0) >= self.next_token:
             self.next_token = token + 1
-        if is_queued or lease.id in self.queued_bytes:
+        if lease.id in self.queued_bytes or not (is_active or is_ended):
             self._put_waiting(record)
         has_reclaim_rule = lease.demand.reclaim_idle_after_s is not None
         if has_reclaim_rule or record.watched_owner is not None or lease.holder.token_id is not None:
@@ -288,7 +288,7 @@ class Ledger(RequestQueue):
         if lease.id in self.ended_leases:
             self.ended_bytes["leases"] -= self.ended_leases.pop(lease.id)
         self.last_leases.pop(token, None)
-        if lease.state is LeaseState.ENDED:
+        if is_ended:
             self._forget_run_ahead(lease.id)
             self._put_ended_lease(lease)
 
@@ -302,15 +302,17 @@ class Ledger(RequestQueue):
             self._count_bytes(lease.id, lease.holder.user, lease_bytes(lease))
         self._place_in_queue(record)
 
-    def _note_end(self, record: LeaseRecord) -> None:
-        """Know when an active lease ends that declares a time, and which ones may be preempted. A lease of a job ends
-        with that."""
+    def _put_active(self, record: LeaseRecord, *, is_active: bool) -> None:
+        """Know what the user of a lease has that is active, or was so until now; when one that declares a time ends,
+        and which ones may be preempted. A lease of a job ends with that."""
         lease, granted_at_s = record.lease, record.granted_at_s
-        if lease.state is LeaseState.ACTIVE and is_preemptible(lease.demand):
+        if is_active:
+            self.limits.count_active(lease, 1)
+        if is_active and is_preemptible(lease.demand):
             self.preemptible[lease.id] = None
         else:
             self.preemptible.pop(lease.id, None)
-        if lease.state is not LeaseState.ACTIVE:
+        if not is_active:
             self.ends_s.pop(lease.id, None)
         elif lease.demand.time_s is not None and lease.job_id is None and lease.id not in self.ends_s:
             self.put_end(lease.id, (float("-inf") if granted_at_s is None else granted_at_s) + lease.demand.time_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import ipaddress
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from gpulease_protocol.lazy_dataclass import dataclass
@@ -317,7 +317,9 @@ class Search:
             return None
         if node_problem(ledger, node, self.now, self.policy) is not None:
             return None
-        usable = [uuid for uuid in free if uuid in ever and uuid not in self.reserved]
+        usable: Sequence[str] = free
+        if self.reserved or len(uuids) < len(ledger.fleet.gpus_of_node[node]):
+            usable = [uuid for uuid in free if uuid in ever and uuid not in self.reserved]
         if self.demand.min_free_memory_bytes is not None:
             usable = [uuid for uuid in usable if not lacks_memory(ledger, self.demand, ledger.gpus[uuid])]
         if len(usable) < needed:
@@ -360,7 +362,7 @@ class Search:
             for gpu in gpus
         )
 
-    def _choose(self, node: str, usable: list[str], needed: int) -> list[GpuRecord]:
+    def _choose(self, node: str, usable: Sequence[str], needed: int) -> list[GpuRecord]:
         """The GPUs to be granted, in their order."""
         most = needed
         if self.demand.selection is Selection.AUTO:

@@ -98,10 +98,11 @@ class LeaseRecord:
 
     def is_renewal_of(self, before: LeaseRecord) -> bool:
         """True where only the last sign of life of a lease that has not ended has changed, as most often."""
-        same = self.lease is before.lease and self.watched_owner is before.watched_owner
+        if self.lease is not before.lease or self.watched_owner is not before.watched_owner or self.renewed_at is None:
+            return False
         known = before.number, before.place, before.port, before.cause
-        same = same and (self.number, self.place, self.port, self.cause) == known
-        return same and self.lease.state is not LeaseState.ENDED and self.renewed_at is not None
+        same = (self.number, self.place, self.port, self.cause) == known
+        return same and self.lease.state is not LeaseState.ENDED
 
     def is_end_of(self, before: LeaseRecord) -> bool:
         """True where an active lease has ended, and nothing else of it has changed."""

@@ -56,7 +56,9 @@ class Turn:
 
     def emit(self, kind: str, **what: Any) -> None:
         """Record that something happened."""
-        self.put(Event(seq=self.ledger.next_seq, at=self.now.at, kind=kind, cause=self.cause, **what))
+        event = Event(seq=self.ledger.next_seq, at=self.now.at, kind=kind, cause=self.cause, **what)
+        self.ledger.apply(event)
+        self.changes.append(event)
 
     def answer(self, call: str, answer: Answer) -> None:
         """Tell a caller, once the turn is committed."""
