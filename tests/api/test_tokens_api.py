@@ -144,6 +144,7 @@ def test_a_stream_sends_nothing_more_to_a_revoked_token(running: DaemonProcess) 
     assert told.count(b": the token is no longer valid\n\n") == 1
 
 
+@pytest.mark.slow
 @ROOT_ONLY
 def test_a_quiet_stream_ends_with_its_token(running: DaemonProcess) -> None:
     made = token(running, "ann", role="viewer", expires_s=5)

@@ -51,7 +51,7 @@ def test_no_table_is_printed_beside_another_busy_program() -> None:
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.budget(30)
+@pytest.mark.slow
 def test_a_table_that_was_measured_beside_load_says_so() -> None:
     ran = run_bench("--only", "decisions", "--quick", "--beside-load")
     assert ran.returncode == 0, ran.stderr

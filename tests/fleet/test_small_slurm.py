@@ -69,7 +69,7 @@ def test_scancel_of_a_pilot_lets_its_job_go_on_in_the_next_one(fleet: Fleet) -> 
     assert fleet.type("down", "--tick", "1s").returncode == 0
 
 
-@pytest.mark.budget(30)
+@pytest.mark.slow
 def test_a_worker_that_is_killed_starts_again_and_finds_its_job(fleet: Fleet) -> None:
     with fleet.up("--nodes", "1"):
         eventually(lambda: fleet.ready() == ["n1"], 120, fleet.running.story)

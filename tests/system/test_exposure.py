@@ -115,6 +115,7 @@ def test_a_daemon_with_an_authority_of_its_own_is_trusted_by_who_knows_that(
         running.stop()
 
 
+@pytest.mark.slow
 def test_a_certificate_that_is_replaced_is_shown_to_new_connections(
     exposed: DaemonProcess, files: tuple[Path, Path], tmp_path: Path
 ) -> None:

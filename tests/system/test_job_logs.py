@@ -248,6 +248,7 @@ def test_a_rank_that_prints_faster_than_torchrun_copies_is_bounded_too(running: 
     assert last == b"[default0]:the end\n"
 
 
+@pytest.mark.slow
 def test_a_log_that_is_silent_for_long_passes_through_a_proxy(running: DaemonProcess) -> None:
     """By default nginx passes on nothing before it has some KiB, and ends what is silent for 60 s."""
     job_id = running.submit("sh", "-c", "echo begun; sleep 600")

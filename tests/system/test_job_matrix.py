@@ -180,7 +180,7 @@ def test_the_supervisors_die_and_the_worker_cleans_up(running: DaemonProcess, th
     assert all("supervisor died" in str(one.job["reason"]) for one in three[:2]), [one.job for one in three]
 
 
-@pytest.mark.budget(30)
+@pytest.mark.slow
 def test_torchrun_dies_and_its_ranks_with_it(running: DaemonProcess, three: tuple[Training, ...]) -> None:
     behind = waiting(running)
     for training in three:
