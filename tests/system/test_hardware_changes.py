@@ -224,8 +224,8 @@ def broken_promises(grants: list[Grant], hardware: Hardware) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.busy
+@pytest.mark.budget(30)
 @pytest.mark.timeout(300)
 def test_no_grant_rests_on_hardware_that_is_no_more(running: DaemonProcess, hardware: Hardware) -> None:
     clients = Clients(running, hardware)

@@ -45,7 +45,7 @@ def free(running: DaemonProcess) -> int:
     return sum(gpu["node"] == "n2" and gpu["state"] == "free" for gpu in gpus)
 
 
-@pytest.mark.slow
+@pytest.mark.budget(30)
 def test_a_node_that_stays_away_loses_its_jobs_and_its_worker_ends_them_when_it_is_back(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     with daemon(tmp_path, "--simulate", "1", "--node", "n1", "--node-lost-after", "6", **USUAL) as running:

@@ -232,6 +232,7 @@ def test_a_partial_reading_names_the_answer_before_its_oldest_part(daemon: Daemo
     assert (later.seen or 0) > (later.ticket or 0)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_probe_is_reported_at_once(daemon: Daemon, host: Host) -> None:
     worker = host.worker(poll_s=12)
     daemon.report(lambda report: len(report.gpus) == 2, "a reading")
@@ -306,6 +307,7 @@ def test_a_slow_change_of_compute_mode_delays_nothing_else(daemon: Daemon, host:
     assert probes_of(worker) == [probe], "no answer was taken for that to another question"
 
 
+@pytest.mark.slow
 def test_while_a_gpu_drains_only_that_gpu_is_read_again(daemon: Daemon, host: Host, tmp_path: Path) -> None:
     """Process lists are expensive, and those of the other seven GPUs say nothing about this one."""
     library = Driver(tmp_path)
@@ -554,6 +556,7 @@ def test_a_second_worker_waits_for_the_first_to_end(daemon: Daemon, host: Host) 
     assert second.poll() is None
 
 
+@pytest.mark.slow
 def test_a_second_worker_on_one_data_directory_is_refused(daemon: Daemon, host: Host) -> None:
     host.worker()
     daemon.report(lambda report: True, "the first reports")
