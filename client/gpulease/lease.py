@@ -55,7 +55,6 @@ RELEASE_TIMEOUT_S = 10.0
 """How long a release may delay the end of a block or of the process: long enough for a restart of the daemon."""
 RENEW_TIMEOUT_S, MIN_RENEW_TIMEOUT_S = 10.0, 1.0
 """Time limit for the response to a renewal: half of what is left of the trust window, and within these bounds."""
-
 CONFIRM_S = 10.0
 """How long a holder that was stopped tries to confirm its lease: the daemon may be restarting."""
 ORPHAN_CHECK_S = 1.0
@@ -63,6 +62,8 @@ ORPHAN_CHECK_S = 1.0
 LATE_WAKEUP_S = 0.5
 """A thread that wakes later than this was stopped, and so was the other one."""
 
+NOT_RENEWED = "No renewal of lease"
+"""How `HeldLease.loss_reason` begins where the daemon may still have the lease."""
 KEEPS_TRYING = "this process keeps trying until a daemon answers"
 
 _held_leases: set[HeldLease] = set()
@@ -363,7 +364,7 @@ class HeldLease:
     def _why_over(self, woke_at: float) -> str:
         """Why it is trusted no more."""
         if woke_at < self._ends_at_s:
-            return f"No renewal of lease {self.id} succeeded for its ttl of {self._lease.ttl_s:g} s.{self._failure}"
+            return f"{NOT_RENEWED} {self.id} succeeded for its ttl of {self._lease.ttl_s:g} s.{self._failure}"
         if self._lease.preempt_at is not None:
             return "It was preempted, so that a request that waited can start."
         if self._lease.reclaim_at is not None:

@@ -105,6 +105,20 @@ def test_no_descendant_of_the_command_outlives_a_lost_lease(daemon, tmp_path, ra
     assert "L-1 ended before the command did\n" in capfd.readouterr().err
 
 
+def test_a_command_that_ends_because_no_daemon_answers_is_not_told_that_its_lease_has_ended(
+    daemon: FakeDaemon, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun = tmp_path / "begun"
+    with started(daemon, "sh", "-c", 'touch "$0"; sleep 60', str(begun)) as run:
+        wait_until(begun.exists)
+        daemon.fault = lambda line: "503"
+        assert run.wait(60) == 4
+    said = capfd.readouterr().err
+    assert "L-1 was not renewed for its --ttl" in said
+    assert "ended before" not in said
+    assert "with --ttl 1h it goes on without one" in said
+
+
 def test_a_command_that_exits_within_the_grace_period_is_not_killed(daemon: FakeDaemon, tmp_path: Path) -> None:
     saved = tmp_path / "checkpoint"
     program = f"""

@@ -24,7 +24,7 @@ import click
 from click.core import ParameterSource
 
 from gpulease.client import Client
-from gpulease.lease import HeldLease
+from gpulease.lease import NOT_RENEWED, HeldLease
 from gpulease.own_node import node_to_ask_for
 from gpulease_cli import caller_mask, output, wait_progress
 from gpulease_cli.help_format import ARGUMENTS_LAST, command
@@ -74,7 +74,11 @@ COUNT = option(
     show_default="1, or within a lease all its GPUs",
     help="Number of GPUs.",
 )
-TTL = ttl("60s", "How soon the GPUs are free again if this program dies.")
+TTL = ttl(
+    "60s",
+    "How long the command goes on while no daemon answers, and how soon the GPUs are free again if this program dies"
+    " and the daemon does not see it.",
+)
 
 
 def lease_options(function: Callable[..., int]) -> Callable[..., int]:
@@ -223,7 +227,7 @@ def run_leased(
         lost = isinstance(error, LeaseLost)
         return NOT_NOW if isinstance(error, NotNow) else output.LOST if lost else FAILED
     if lease.lost.is_set():
-        _print_lease_lost(lease.id, process.await_termination())
+        _print_lease_lost(lease, process.await_termination())
         return output.LOST
     return code
 
@@ -302,8 +306,11 @@ def _not_runnable(name: str) -> tuple[int, str, str] | None:
     return NOT_FOUND, why, remedy
 
 
-def _print_lease_lost(lease_id: str, survivors: tuple[int, ...]) -> None:
-    why, remedy = f"{lease_id} ended before the command did", "run the command again"
+def _print_lease_lost(lease: HeldLease | BorrowedLease, survivors: tuple[int, ...]) -> None:
+    why, remedy = f"{lease.id} ended before the command did", "run the command again"
+    if isinstance(lease, HeldLease) and (lease.loss_reason or "").startswith(NOT_RENEWED):
+        why = f"{lease.id} was not renewed for its --ttl, so that someone else may have its GPUs; the command was ended"
+        remedy = "run the command again when the daemon answers; with --ttl 1h it goes on without one for an hour"
     if survivors:
         why += f"; these of its processes could not be killed: {', '.join(map(str, survivors))}"
         remedy = "end them by hand, they may be on someone else's GPUs; then run the command again"
