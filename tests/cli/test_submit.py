@@ -264,3 +264,24 @@ def test_ctrl_c_before_the_answer_says_that_the_job_may_have_been_submitted() ->
                 _, said = submitting.communicate(timeout=60)
     assert submitting.returncode == 130
     assert "the job may have been submitted: `gpulease jobs --mine` shows it" in said
+
+
+@pytest.mark.parametrize("words", [("--json",), ()])
+def test_a_job_is_named_on_stderr_where_its_id_could_not_be_written(
+    client: Client, url: str, words: tuple[str, ...]
+) -> None:
+    before = client.jobs()
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "gpulease_cli", "submit", *words, "--", "true"],
+            env=environ(GPULEASE_URL=url),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    (job,) = [job for job in client.jobs() if job.id not in [earlier.id for earlier in before]]
+    assert result.returncode == 1
+    assert f"gpulease: {job.id} was submitted" in result.stderr
+    assert "why: No space left on device" in result.stderr

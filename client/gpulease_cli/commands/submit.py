@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -221,7 +222,7 @@ def submit(
         if dry_run:
             return _print_dry_run(client.explain_request(request), json)
         job = _submit(client, request)
-        output.print_json(job) if json else click.echo(job.array_id or job.id)
+        _print_submitted(job, json)
         return _follow_job(client, job) if follow else output.DONE
 
 
@@ -239,6 +240,17 @@ def _submit(client: Client, request: JobRequest) -> Job:
         raise
     except KeyboardInterrupt:
         output.say("\ngpulease: interrupted; the job may have been submitted: `gpulease jobs --mine` shows it\n")
+        raise
+
+
+def _print_submitted(job: Job, json: bool) -> None:
+    """The id, or the job as JSON. Raises OSError unless all of it was written: then the id is on stderr."""
+    job_id = job.array_id or job.id
+    try:
+        output.print_json(job) if json else click.echo(job_id)
+        sys.stdout.flush()
+    except OSError:
+        output.say(f"gpulease: {job_id} was submitted; `gpulease cancel {job_id}` ends it\n")
         raise
 
 
