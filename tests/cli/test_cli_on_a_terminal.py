@@ -249,6 +249,16 @@ def test_own_jobs_are_bold_and_failed_ones_red(client: Client, terminal: Callabl
     assert max(len(SEQUENCE.sub("", line)) for line in listed.drawn.splitlines()) <= 80
 
 
+def test_a_narrow_list_of_gpus_shows_their_states(client: Client, terminal: Callable[..., Terminal]) -> None:
+    listed = terminal("gpu", "list", columns=40)
+    assert listed.end() == 0
+    head, *rows = SEQUENCE.sub("", listed.drawn).splitlines()
+    assert head.split()[:4] == ["NODE", "GPU", "STATE", "UUID"]
+    for gpu, row in zip(client.gpus(), rows, strict=True):
+        assert gpu.uuid[:13] in row
+        assert len(row) <= 40
+
+
 def test_tables_of_limits_tokens_and_reservations_fit_the_terminal(
     client: Client, terminal: Callable[..., Terminal], gpulease: Program
 ) -> None:

@@ -130,15 +130,15 @@ def list_gpus(json: bool) -> None:
     if json:
         output.print_json_list(gpus)
         return
-    heads = ("NODE", "GPU", "UUID", "NAME", "MEMORY", "STATE")
+    heads = ("NODE", "GPU", "STATE", "UUID", "NAME", "MEMORY")
     rows = [
         (
             gpu.node,
             str(gpu.index),
+            gpu.state.value,
             gpu.uuid,
             short_model(gpu.name),
             f"{gibibytes(gpu.memory_total_bytes)} GiB",
-            gpu.state.value,
         )
         for gpu in gpus
     ]
