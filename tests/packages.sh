@@ -19,6 +19,7 @@ fish                                       fish           the same
 kubectl                                    kubernetes-client  building the Kubernetes manifests
 buildah                                    buildah        building the container image
 mmdebstrap                                 mmdebstrap     the base of that image
+/usr/sbin/nginx                            nginx          a proxy before the daemon
 /usr/sbin/slurmctld                        slurm-wlm      pilots on a real cluster
 /usr/sbin/munged                           munge          the same
 /usr/lib/*/faketime/libfaketimeMT.so.1     faketime       jumps of the wall clock of a real daemon

@@ -11,7 +11,19 @@ BLOCK = re.compile(
     r"((?:^<!--[^\n]*?(?:\n[^\n]+?)*?-->\n\s*)*)^( *)```([^\n]*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL
 )
 NOTE = re.compile(r"<!-- *(.*?) *-->", re.DOTALL)
-LANGUAGES = {"bash", "console", "python", "javascript", "typescript", "json", "text", "toml", "yaml", "ini", "promql"}
+LANGUAGES = {
+    "bash",
+    "console",
+    "python",
+    "javascript",
+    "typescript",
+    "json",
+    "text",
+    "toml",
+    "yaml",
+    "ini",
+    "promql",
+} | {"nginx"}
 
 ID = r"(?P<id>\b[a-z]+-[0-9a-f]{16}\b|\bGPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b)"
 LOOSE = {
