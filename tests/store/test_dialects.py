@@ -125,6 +125,8 @@ def test_several_servers_are_named_as_the_error_says(postgres_url: str) -> None:
         ("postgresql://h/d", "permission denied for table writer", "Another user owns the tables"),
         ("postgresql://h/d", "must be owner of table lease", "Another user owns the tables"),
         ("postgresql://h/d", "no schema has been selected to create in", "RESET search_path"),
+        ("postgresql://h/d", "transaction blocks not allowed in statement pooling mode", "pool_mode = session"),
+        ("postgresql://h/d", "canceling statement due to statement timeout", "RESET statement_timeout"),
         ("postgresql://h/d", "canceling statement due to lock timeout", "such as pg_dump"),
         ("postgresql://h/d", 'could not extend file "base/5/1": No space left on device', "disk of the server is full"),
         ("postgresql://h/d", 'FATAL:  database "gpulease" does not exist', "createdb"),

@@ -106,6 +106,9 @@ _POSTGRESQL_REMEDIES = {
     "permission denied for table": _OWNER,
     "must be owner of": _OWNER,
     "no schema has been selected": "Its search_path names no schema that exists: ALTER ROLE user RESET search_path",
+    "statement pooling mode": "Let the pooler keep sessions (PgBouncer: pool_mode = session).",
+    "statement timeout": "Look at what slows the server (pg_stat_activity), and at the user: ALTER ROLE user RESET"
+    " statement_timeout",
     "lock timeout": "Another program uses the tables, such as pg_dump or an upgrade: try again when it has ended.",
     "No space left": "The disk of the server is full: free some space there, then try again.",
     "does not match host name": "Give the name in its certificate, or check the authority alone: ?sslmode=verify-ca",
