@@ -211,6 +211,40 @@ def test_what_ails_a_gpu_is_said_in_one_word_and_concerns_it_alone(
     assert probe.read().gpus == (POOR, expected)
 
 
+@pytest.mark.parametrize(
+    ("matters", "call", "index", "ailing"),
+    [
+        pytest.param((), "nvmlDeviceGetComputeMode", 1, POOR, id="prohibited"),
+        pytest.param((("mig", 0, 1),), "nvmlDeviceGetMigMode", 0, replace(WHOLE, health="mig", mig=True), id="MIG"),
+        pytest.param(
+            (("action", 0, 1),),
+            "nvmlDeviceGetFieldValues",
+            0,
+            replace(WHOLE, health="reset_required", recovery_action="gpu_reset"),
+            id="wants a reset",
+        ),
+        pytest.param(
+            (("remap", 0, 2),),
+            "nvmlDeviceGetRemappedRows",
+            0,
+            replace(WHOLE, health="row_remap_failed", remapped_rows=None),
+            id="no spare row is left",
+        ),
+    ],
+)
+def test_a_gpu_that_may_not_be_granted_stays_so_while_the_driver_does_not_tell_it(
+    tmp_path: Path, matters: tuple[tuple[str, int, object], ...], call: str, index: int, ailing: GpuReading
+) -> None:
+    library = Driver(tmp_path)
+    library.says(*matters)
+    with library.probe() as probe:
+        probe.read()
+        library.says(*matters, (call, index, UNKNOWN))
+        assert ailing in probe.read().gpus
+        library.says()
+        assert probe.read().gpus == (POOR, WHOLE), "the driver tells it again"
+
+
 def test_a_gpu_that_is_lost_keeps_its_name_and_recovers_without_a_restart(tmp_path: Path) -> None:
     library = Driver(tmp_path)
     with library.probe() as probe:

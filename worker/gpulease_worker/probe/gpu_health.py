@@ -20,6 +20,7 @@ Management": "new workloads can be launched" while a remapping is pending.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_worker.probe.xid_catalog import HARMLESS, RESETS
@@ -95,6 +96,20 @@ def health_of(facts: HealthFacts) -> str:
     if not _fabric_ready(facts) and not facts.cuda_starts:
         return FABRIC_NOT_READY
     return OK if facts.processes_known else "processes_unknown"
+
+
+def with_last_known(facts: HealthFacts, before: HealthFacts) -> HealthFacts:
+    """These facts, with what made the GPU unsound before where the driver could not tell it this time: a GPU that needs
+    a reset or is split by MIG is not sound because a call failed."""
+    action = facts.recovery_action
+    if action is None and HEALTH_BY_ACTION.get(before.recovery_action or "none", RESET_REQUIRED) is not None:
+        action = before.recovery_action
+    return replace(
+        facts,
+        recovery_action=action,
+        remap_failed=before.remap_failed if facts.remap_failed is None else facts.remap_failed,
+        mig=before.mig if facts.mig is None else facts.mig,
+    )
 
 
 def warnings_of(facts: HealthFacts) -> tuple[str, ...]:

@@ -77,6 +77,8 @@ class GpuCache:
     """Members of a `GpuReading` that decide health and use, from the last complete reading; empty if outdated."""
     condition: dict[str, Any] = field(default_factory=dict)
     """Members of a `GpuReading` that decide nothing."""
+    compute_mode: ComputeMode | None = None
+    """The last one that the driver has told: a GPU that is prohibited stays so where a call fails."""
     used_bytes: int | None = None
     """Memory in use when its processes were last read."""
     failed_health: str | None = None
@@ -313,6 +315,7 @@ class NvmlReader:
 
     def _read_one(self, handle: Any, cached: GpuCache, complete: bool, condition: bool) -> GpuReading:
         activity = self._nvml.activity(handle)
+        activity["compute_mode"] = cached.compute_mode = activity["compute_mode"] or cached.compute_mode
         self._record_xids()
         used = activity["memory_used_bytes"]
         changed = used is not None and abs(used - (cached.used_bytes or 0)) >= MEMORY_CHANGE_BYTES
@@ -365,6 +368,8 @@ class NvmlReader:
         except NoProcessList:
             listed, cached.no_process_list = [], True
         facts, remapped_rows = self._nvml.health_facts(handle)
+        if cached.decisive:
+            facts = gpu_health.with_last_known(facts, cached.decisive["facts"])
         return {
             "facts": replace(facts, processes_known=listed is not None),
             "mig": facts.mig,
