@@ -287,3 +287,24 @@ def test_a_hidden_page_sends_no_requests(watched: Watched, running: DaemonProces
     assert asked == []
     show(page)
     expect(page.locator(".events")).to_contain_text("unseen")
+
+
+def test_a_page_of_an_older_daemon_says_so(watched: Watched) -> None:
+    """After an upgrade behind an open window, as that of a wall: it goes on with what it knows."""
+    watched.page.clock.install()
+    page = watched.open("#/wall")
+    expect(page.get_by_role("status")).to_be_empty()
+
+    def upgraded(route: Route) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json=answer.json() | {"version": "9.9.9"})
+
+    page.route("**/v1", upgraded)
+    page.clock.fast_forward(61_000)
+    expect(page.get_by_role("status")).to_contain_text("the daemon is 9.9.9 now")
+    page.get_by_role("button", name="Reload").click()
+    page.wait_for_selector("body[data-drawn]")
+    page.clock.run_for(3000)
+    expect(page.locator("[data-gpu]")).to_have_count(4)
+    expect(page.get_by_role("status")).to_be_empty()
+    watched.was_good()

@@ -36,8 +36,10 @@ export const LISTS = Object.keys(QUERIES);
 const EVENTS = "events";
 const ME = "me";
 const HISTORY = "history";
-const ALONE = { [ME]: "v1/me", [HISTORY]: "v1/gpus/history?last_s=3600&points=60" }; // older daemons do not have them
-const ALL = [...LISTS, EVENTS, ME, HISTORY];
+const INDEX = "index"; // has the version of the daemon
+// older daemons do not have them
+const ALONE = { [ME]: "v1/me", [HISTORY]: "v1/gpus/history?last_s=3600&points=60", [INDEX]: "v1" };
+const ALL = [...LISTS, EVENTS, ME, HISTORY, INDEX];
 const READINGS = ["gpus"];
 const HARDWARE = [...READINGS, "nodes"];
 const GRANTS = ["active", "queued"];
@@ -129,7 +131,7 @@ export class Follow {
     if (now - this.requestedMs.everything >= everythingMs) this.want(...LISTS);
     else if (now - this.requestedMs.untold >= EVERYTHING_MS && this.mayHaveChanged()) this.want(...UNTOLD);
     else if (now - this.requestedMs.readings >= READINGS_MS) this.want(...READINGS);
-    if (now - this.requestedMs.history >= HISTORY_MS) this.want(HISTORY);
+    if (now - this.requestedMs.history >= HISTORY_MS) this.want(HISTORY, INDEX);
   }
 
   /** Begin without times of before: by a clock that was set back they are in the future. */

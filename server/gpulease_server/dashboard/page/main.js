@@ -10,9 +10,19 @@ import { parseRoute } from "./route.js";
 import { App } from "./shell.js";
 import { applyTheme } from "./theme.js";
 
-const data = { events: [], me: null, history: null };
-/** How current the data are: `lost` is the problem of the last request, `refused` that of the token. */
-const status = { lost: null, lostMs: null, currentMs: null, standby: null, refused: null, hurry: () => follow.hurry() };
+const data = { events: [], me: null, history: null, index: /** @type {any} */ (null) };
+/** How current the data are: `lost` is the problem of the last request, `refused` that of the token; and the version of the daemon
+ * that the page came from, and that of the one that answers now. */
+const status = {
+  lost: null,
+  lostMs: null,
+  currentMs: null,
+  standby: null,
+  refused: null,
+  versionOfPage: null,
+  version: null,
+  hurry: () => follow.hurry(),
+};
 let drawPending = false;
 
 /** Draw; where that fails, say so instead of showing what is no longer true. It is tried again every second. */
@@ -88,6 +98,8 @@ const follow = new Follow(data, {
   current(standby, asOfMs) {
     freeze(null);
     Object.assign(status, { lost: null, lostMs: null, currentMs: asOfMs, standby, refused: null });
+    status.version = data.index?.version ?? status.version;
+    status.versionOfPage ??= status.version;
     rememberViewersToken(data.me);
   },
   failed(problem) {

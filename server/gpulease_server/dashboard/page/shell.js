@@ -126,7 +126,9 @@ function Problems({ found }) {
 /** The line that says that the page is not current, and how old its data are. */
 function Notice({ status }) {
   const text = noticeOf(status);
-  return html`<div id="notice" role="status" aria-live="polite">${text && html`<p class="notice">${text}${status.lost && html` <button type="button" onClick=${status.hurry}>Retry now</button>`}</p>`}</div>`;
+  const isOlder = status.version !== status.versionOfPage;
+  return html`<div id="notice" role="status" aria-live="polite">${text && html`<p class="notice">${text}${status.lost && html` <button type="button" onClick=${status.hurry}>Retry now</button>`}</p>`}
+    ${isOlder && html`<p class="notice">This page is of gpulease ${plain(status.versionOfPage)}, and the daemon is ${plain(status.version)} now. <button type="button" onClick=${() => location.reload()}>Reload</button></p>`}</div>`;
 }
 
 function noticeOf({ lost, lostMs, currentMs, standby }) {
