@@ -356,6 +356,26 @@ def test_a_sparkline_is_the_last_hour_and_a_gap_is_no_zero(watched: Watched, har
     watched.was_good()
 
 
+def test_a_sparkline_is_not_made_again_each_second(watched: Watched, hardware: Hardware) -> None:
+    """A wall of hundreds of GPUs is drawn every second; their history comes once a minute."""
+    with_history(watched.page, hardware)
+    page = watched.open("#/wall")
+    expect(page.locator("svg.spark")).to_have_count(1)
+    made = page.evaluate("""async () => {
+        const toFixed = Number.prototype.toFixed;
+        let count = 0;
+        Number.prototype.toFixed = function (...digits) { count += 1; return toFixed.apply(this, digits); };
+        for (let turn = 0; turn < 3; turn += 1) {
+            dispatchEvent(new HashChangeEvent("hashchange"));
+            for (let frame = 0; frame < 2; frame += 1) await new Promise(requestAnimationFrame);
+        }
+        Number.prototype.toFixed = toFixed;
+        return count;
+    }""")
+    assert made == 0
+    watched.was_good()
+
+
 def test_a_gpu_without_work_says_for_how_long(browser: Browser, running: DaemonProcess) -> None:
     """N5: after 10 minutes in amber, no matter who took it and how."""
     ask(running, count=1, label="asleep", ttl_s=36_000)

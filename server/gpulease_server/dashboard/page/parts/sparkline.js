@@ -1,6 +1,6 @@
 // The last hour of one GPU as a small area. An unknown bucket is a gap, never 0.
 
-import { html } from "../html.js";
+import { html, useMemo } from "../html.js";
 
 /** The runs of known values: each a list of `[index, value]`. */
 export function runs(values) {
@@ -17,8 +17,12 @@ export function runs(values) {
   return found;
 }
 
-/** Ratios, oldest first, over the whole width. */
+/** Ratios, oldest first, over the whole width. The page is drawn every second, and values come once a minute. */
 export function Sparkline({ values, label }) {
+  return useMemo(() => drawn(values, label), [values, label]);
+}
+
+function drawn(values, label) {
   const width = Math.max(1, values.length - 1);
   const y = (value) => (1 - Math.min(1, value)) * 30 + 1;
   const line = (run) => run.map(([x, value]) => `${x} ${y(value).toFixed(2)}`).join("L");
