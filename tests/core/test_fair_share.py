@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpulease_protocol.model import Event, Lease, LeaseState, Priority
+from gpulease_protocol.model import Demand, Event, Holder, Lease, LeaseState, Liveness, Priority
+from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import UsageRecord
@@ -321,6 +322,25 @@ def test_who_waits_while_others_use_goes_first_in_time_without_any_event_of_thei
     world.at_s += 40 * HOUR_S
     give_back(world, full)
     assert [is_active(world, lease) for lease in (eve, bob)] == [False, True]
+
+
+def test_a_dry_run_knows_what_those_use_who_hold_gpus_and_do_not_wait() -> None:
+    world = world_of(gpus=8, max_bypass=0)
+    use(world, "bob", 4, 2.0)
+    ask(world, 4, "ann")
+    world.at_s += 20 * HOUR_S
+    ask(world, 8, "bob")  # what is free is held for it
+    asked = Lease(
+        id="unmade",
+        state=LeaseState.QUEUED,
+        holder=Holder(user="ann"),
+        demand=Demand(),
+        ttl_s=60.0,
+        liveness=Liveness.HEARTBEAT,
+        created_at=world.now.at,
+    )
+    assert getattr(dry_run(world.ledger, asked, world.now, world.policy), "verdict", None) == "not_now"
+    assert ask(world, 1, "ann").state is LeaseState.QUEUED
 
 
 @pytest.mark.parametrize("others", [1, 5])

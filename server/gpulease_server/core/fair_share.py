@@ -20,7 +20,8 @@ How it orders
 The usages of two users that hold nothing decay alike, so their order stays. `log2(usage) + t/h` of a user is constant
 in time, which is what an index needs. Usages are compared in *steps* of 5 %: users on one step are served in order of
 arrival. Whatever is below one GPU-hour is on the lowest step. A user's step is found again with each grant and end,
-and those of all who wait every `RECOUNT_S`: usage grows while GPUs are held, and decays to the lowest step.
+and those of all who wait or hold GPUs every `RECOUNT_S`, while anyone waits: usage grows while GPUs are held, and
+decays to the lowest step.
 
 Usages are not divided by the capacity of the fleet: that would change no comparison.
 
@@ -50,7 +51,7 @@ from gpulease_server.core.turn import Turn
 from gpulease_server.core.usage import entry_time_s, usage_of, weight_of
 
 RECOUNT_S = 300.0
-"""How often the steps of all who wait are found again."""
+"""How often the steps of all who wait or hold GPUs are found again."""
 NOTHING_S = 1.0
 """GPU-seconds: a record of less is removed."""
 
@@ -72,7 +73,8 @@ def recount_usage(turn: Turn) -> None:
         return
     since_s = ledger.steps_counted_at_s
     if since_s is None or turn.now.mono_s - since_s >= RECOUNT_S:
-        put_steps(turn, _users(ledger.limits.queued), turn.now.mono_s)
+        # Those who hold GPUs may ask for more: `dry_run` goes by the steps that are known.
+        put_steps(turn, _users([*ledger.limits.queued, *ledger.limits.gpus]), turn.now.mono_s)
     elif turn.pending:
         put_steps(turn, _users(turn.pending.count))
 
