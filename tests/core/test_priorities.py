@@ -304,6 +304,21 @@ def test_the_places_of_many_are_those_of_each(seed: int) -> None:
     assert sorted(found) == list(range(1, len(found) + 1))
 
 
+def test_a_pause_before_a_retry_moves_no_one_of_higher_priority_back() -> None:
+    world = world_of(retry_pause_s=(100.0, 100.0))
+    job_id = world.submit(retries=1)
+    world.run_job(job_id)
+    world.ended(job_id, 1)
+    ask(world, priority=INTERACTIVE)
+    retry, waiting = world.ledger.jobs[job_id].job.lease_id, ask(world, priority=INTERACTIVE, user="bob")
+    places = [world.ledger.leases[one] for one in (waiting.id, retry)]
+    assert [position(world.ledger, one) for one in places] == [1, 2]
+    assert [Positions(world.ledger).of(one) for one in places] == [1, 2]
+    said = [explain(world.ledger, one, world.now, world.policy).sentence for one in places]
+    assert "; number 1 in the queue." in said[0]
+    assert "; number 2 in the queue, behind 1 of higher priority." in said[1]
+
+
 def test_no_turn_looks_for_a_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs a look at each class of requests, and the writer has none of it: who shows the lease finds its place."""
     monkeypatch.setattr(DemandClasses, "count_before", lambda *_: pytest.fail("within a turn"))

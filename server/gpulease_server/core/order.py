@@ -75,17 +75,32 @@ def position(ledger: Ledger, record: LeaseRecord) -> int | None:
     """Place in the queue, 1 is next; None for a request that is not in it. Costs one look at each class of requests
     where the order is not that of arrival; for those of many see `Positions`."""
     classes, by_arrival = ledger.demand_classes, ledger.position_by_arrival(record)
-    if by_arrival is None or ledger.is_by_arrival:
+    if by_arrival is None or _are_all_by_arrival(ledger):
         return by_arrival
     place = ledger.ordered_place(record)
-    paused = (ledger.leases.get(lease_id) for lease_id in ledger.not_before)
-    in_queue = (one for one in paused if one is not None and ledger.place_of(one) is not None)
-    before = classes.count_before(place) + sum(ledger.ordered_place(one) < place for one in in_queue)
+    before = classes.count_before(place) + sum(ledger.ordered_place(one) < place for one in _paused(ledger))
     for one in (ledger.leases[lease_id] for lease_id in ledger.alone if lease_id not in ledger.not_before):
         # `count_before` has it at the place that it would have in its class.
         group = classes.group_of(one.lease.demand, one.lease.holder.user)
         before += (ledger.ordered_place(one) < place) - ((*group, one.arrival, one.lease.id) < place)
     return before + 1
+
+
+def _are_all_by_arrival(ledger: Ledger) -> bool:
+    """True while the order is that of arrival, of those too that pause before a retry or go first."""
+    if not ledger.is_by_arrival:
+        return False
+    others = [*_paused(ledger), *(ledger.leases[lease_id] for lease_id in ledger.go_first)]
+    groups = {place[:2] for place, _, _ in ledger.demand_classes.heads[:1]}
+    return len(groups.union(ledger.ordered_place(one)[:2] for one in others)) <= 1
+
+
+def _paused(ledger: Ledger) -> Iterator[LeaseRecord]:
+    """The requests in the queue that pause before a retry."""
+    for lease_id in ledger.not_before:
+        record = ledger.leases.get(lease_id)
+        if record is not None and ledger.place_of(record) is not None:
+            yield record
 
 
 class Positions:
@@ -94,12 +109,13 @@ class Positions:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._are_all_by_arrival = _are_all_by_arrival(ledger)
         self._places: list[OrderedPlace] | None = None
 
     def of(self, record: LeaseRecord) -> int | None:
         """Place in the queue, 1 is next; None for a request that is not in it."""
         by_arrival = self._ledger.position_by_arrival(record)
-        if by_arrival is None or self._ledger.is_by_arrival:
+        if by_arrival is None or self._are_all_by_arrival:
             return by_arrival
         if self._places is None:
             self._places = sorted(map(self._ledger.ordered_place, self._ledger.queued()))
@@ -116,10 +132,7 @@ def in_order(ledger: Ledger) -> Iterator[LeaseRecord]:
     alone = sorted((ledger.leases[lease_id] for lease_id in ids), key=ledger.ordered_place)
     others = (ledger.leases[lease_id] for lease_id in ledger.demand_classes.in_order() if lease_id not in ids)
     yield from heapq.merge(alone, others, key=ledger.ordered_place)
-    for lease_id in ledger.not_before:
-        record = ledger.leases.get(lease_id)
-        if record is not None and ledger.place_of(record) is not None:
-            yield record
+    yield from _paused(ledger)
 
 
 def count_overtake(turn: Turn, place: OrderedPlace) -> None:
