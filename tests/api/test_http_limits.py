@@ -375,3 +375,19 @@ def test_heads_that_wait_for_their_answers_count_too(served: Served, monkeypatch
         served.soon(served.go.set)
         assert first.recv(12) == b"HTTP/1.1 200"
         until(lambda: not Short.request_bytes_by_uid)
+
+
+@pytest.mark.parametrize(("why", "logged"), [("Task cancelled, timeout graceful shutdown exceeded", 0), ("a bug", 1)])
+def test_a_request_that_is_broken_off_by_a_stop_is_not_logged_as_a_bug(
+    served: Served, caplog: pytest.LogCaptureFixture, why: str, logged: int
+) -> None:
+    def stop() -> None:  # as uvicorn.Server.shutdown
+        for task in served.state.tasks:
+            task.cancel(msg=why)
+
+    with served.connection() as one:
+        one.sendall(GET.replace(b"/quick", b"/hold"))
+        until(lambda: bool(served.state.tasks))
+        served.soon(stop)
+        assert everything(one).startswith(b"HTTP/1.1 500 ")
+    assert [record.name for record in caplog.records].count("uvicorn.error.connection") == logged

@@ -61,6 +61,14 @@ connection_log = logging.getLogger("uvicorn.error.connection")
 connection_log.setLevel(logging.ERROR)  # a client that sends garbage gets an answer, and must not fill the log
 
 
+def _is_no_stop(record: logging.LogRecord) -> bool:
+    """False for a request that uvicorn breaks off because the daemon stops: that is no bug of the daemon."""
+    return record.exc_info is None or "graceful shutdown" not in str(record.exc_info[1])
+
+
+connection_log.addFilter(_is_no_stop)
+
+
 def raise_connection_limit() -> int:
     """Raise the soft limit of file descriptors as far as it is useful, and return how many connections it allows.
 
