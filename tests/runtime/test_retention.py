@@ -281,3 +281,17 @@ def test_a_pruner_that_cannot_write_says_so_once(database_url: str, caplog: pyte
     assert [record.message for record in caplog.records] == ["cannot prune: the disk is full", "pruning goes on"]
     writer.close()
     store.close()
+
+
+def test_a_pruner_says_what_it_has_pruned(database_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(database_url)
+    metrics(store, ["lease-0000000000000000"])
+
+    async def body() -> None:
+        async with writing(store) as writer:
+            await Pruner(store, writer, FEW).prune(clock.now())
+
+    with caplog.at_level("INFO", logger="gpulease.retention"):
+        asyncio.run(body())
+    assert [one.message for one in caplog.records if one.name == "gpulease.retention"] == ["pruned 1 metrics"]
+    store.close()

@@ -98,9 +98,10 @@ class Pruner:
             await asyncio.sleep(
                 max(self._pause_s, PAUSE_FACTOR * (clock.now().mono_s - begun_s) if self._pause_s else 0.0)
             )
-        told = {kind: count for kind, count in removed.items() if kind != "block"}  # some every ten minutes
-        if told:
-            log.info("pruned %s", ", ".join(f"{count} {kind}s" for kind, count in sorted(told.items())))
+        named = {f"{kind.removesuffix('s')}s": count for kind, count in removed.items()}
+        named.pop("blocks", None)  # some every ten minutes
+        if named:
+            log.info("pruned %s", ", ".join(f"{count} {kind}" for kind, count in sorted(named.items())))
         return removed
 
     def _cutoff(self, now: Instant) -> datetime | None:
