@@ -144,6 +144,17 @@ def test_what_cannot_be_used_comes_with_what_to_do_about_it(url: str, message: s
     assert remedy in unusable_error(url, OSError(message)).remedy
 
 
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ('could not extend file "base/5/1": No space left on device', "disk of the database server is full"),
+        ("canceling statement due to lock timeout", "Another program uses the tables"),
+    ],
+)
+def test_a_failed_commit_is_logged_with_what_to_do_about_it(message: str, remedy: str) -> None:
+    assert remedy in failure(OSError(message))
+
+
 def test_a_file_on_a_full_disk_is_said_to_be_that_whatever_sqlite_calls_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

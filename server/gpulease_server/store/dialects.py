@@ -27,6 +27,12 @@ BUSY_S = 10
 IO_ERROR = "disk I/O error"
 """SQLite's message for whatever the system refuses, but for a full disk."""
 IO_REMEDY = "See whether a quota or `ulimit -f` is reached, and dmesg for errors of the disk."
+_REMEDIES = {
+    IO_ERROR: IO_REMEDY,
+    ": No space left on device": "The disk of the database server is full: free some space there.",
+    "lock timeout": "Another program uses the tables, such as pg_restore: see pg_stat_activity on the server.",
+}
+"""What to do about a failed commit, by what the database says; on a full disk, SQLite says it in other words."""
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 READ_ONLY = "25006"
 """PostgreSQL's code for a write in a session that only reads."""
@@ -248,4 +254,5 @@ def failure(error: BaseException) -> str:
     message = error_message(error)
     if is_damaged(error):  # no other attempt will succeed
         return f"{message}; restore a backup, see docs/databases.md"
-    return f"{message}. {IO_REMEDY}" if IO_ERROR in message else message
+    remedy = next((f". {one}" for words, one in _REMEDIES.items() if words in message), "")
+    return message + remedy
