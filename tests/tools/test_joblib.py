@@ -41,12 +41,33 @@ if __name__ == "__main__":
             print("died:", type(error).__name__)
         assert calls([joblib.delayed(len)("ab")]) == [2], "the backend goes on after a failure"
 """
+ONE_AT_A_TIME = """
+import joblib, trial
+from gpulease.integrations import joblib_backend
+
+if __name__ == "__main__":
+    joblib_backend.register()
+    with joblib.parallel_config(backend="gpulease"%s):
+        joblib.Parallel()(joblib.delayed(trial.hold)(number) for number in range(4))
+"""
 
 
 @pytest.mark.budget(90)
 def test_twenty_calls_wait_for_four_gpus(sweep: Sweep) -> None:
     assert "died: ProcessDied" in sweep.run(SCRIPT)
     sweep.check(20, at_once=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus_each", "at_once"),
+    [("", 1, None), (", n_jobs=1", 1, 1), (", n_jobs=-1, gpus_per_task=4", 4, 1)],
+    ids=["without n_jobs", "one job", "as many as there are GPUs for, one"],
+)
+def test_calls_have_leases_also_one_at_a_time(
+    sweep: Sweep, arguments: str, gpus_each: int, at_once: int | None
+) -> None:
+    sweep.run(ONE_AT_A_TIME % arguments)
+    sweep.check(4, gpus_each=gpus_each, at_once=at_once)
 
 
 @pytest.mark.parametrize("victim", ["a call", "the program"])

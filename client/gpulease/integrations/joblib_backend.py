@@ -34,10 +34,11 @@ class GpuleaseBackend(ParallelBackendBase):
     """Runs each call through a `GPUExecutor`.
 
     `parallel_config(backend="gpulease", ...)` takes `gpus_per_task`, `wait_s` and `label`, as `GPUExecutor` does.
-    `n_jobs` is how many calls wait for GPUs or run at a time; -1 is as many as this node has GPUs for.
+    `n_jobs` is how many calls wait for GPUs or run at a time; -1, the default, is as many as this node has GPUs for.
     """
 
     supports_retrieve_callback = True
+    default_n_jobs = -1
     uses_threads = False
     supports_sharedmem = False
 
@@ -62,24 +63,17 @@ class GpuleaseBackend(ParallelBackendBase):
         return type(self), (self.nesting_level,)
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """How many calls are under way at a time."""
-        if n_jobs == 0:
-            raise ValueError("n_jobs == 0 in Parallel has no meaning")
-        if n_jobs is not None and n_jobs > 0:
-            return n_jobs
-        with Client() as client:
-            _, gpus = local_node(client)
-        most = max(1, gpus // self._gpus_per_task)
-        return most if n_jobs is None else max(1, most + 1 + n_jobs)
+        """How many calls joblib hands over at a time: at least 2, because with 1 it runs them itself, without GPUs."""
+        return max(2, self._calls_at_a_time(n_jobs))
 
     def configure(self, n_jobs: int = 1, parallel: Any = None, **_: Any) -> int:
         """Start the executor."""
         self.parallel = parallel
-        self._workers = self.effective_n_jobs(n_jobs)
+        self._workers = self._calls_at_a_time(n_jobs)
         self._executor = GPUExecutor(
             self._workers, self._gpus_per_task, wait_s=self._wait_s, label=self._label, by_value=True
         )
-        return self._workers
+        return max(2, self._workers)
 
     def submit(self, func: Callable[[], Any], callback: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
         """Run a call when its GPUs are granted."""
@@ -107,3 +101,13 @@ class GpuleaseBackend(ParallelBackendBase):
             self._executor = None
         if ensure_ready:
             self.configure(self._workers, self.parallel)
+
+    def _calls_at_a_time(self, n_jobs: int | None) -> int:
+        if n_jobs == 0:
+            raise ValueError("n_jobs == 0 in Parallel has no meaning")
+        if n_jobs is not None and n_jobs > 0:
+            return n_jobs
+        with Client() as client:
+            _, gpus = local_node(client)
+        most = max(1, gpus // max(1, self._gpus_per_task))
+        return most if n_jobs is None else max(1, most + 1 + n_jobs)
