@@ -45,6 +45,10 @@ def test_a_long_queue_is_filtered_by_size(watched: Watched, running: DaemonProce
     expect(page.locator(".my-next")).to_contain_text("Your next: trial 0, 1st in the queue, and 59 more of yours.")
     page.get_by_role("button", name="Show all 60").click()
     expect(rows).to_have_count(60)
+    rows.last.get_by_role("link").first.click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("lease-")
+    page.go_back()
+    expect(rows).to_have_count(60)
     places = [int(text) for text in page.locator("#queue tbody td.number").all_inner_texts()]
     assert places == sorted(places)
     page.get_by_role("button", name="2 to 4").click()

@@ -19,7 +19,7 @@ const SIZES = { "1 GPU": [1, 1], "2 to 4": [2, 4], "5 and more": [5, Infinity] }
 /** The whole view. */
 export function Queue({ data, q, query }) {
   const [asked, setAsked] = useState(/** @type {any} */ (null));
-  const [all, setAll] = useState(false);
+  const all = query.all === "yes"; // in the address, so that Back shows them again
   /** @type {any[]} */
   const views = queueViews(data, q).filter((lease) => isOfSize(lease.demand, query.size));
   const nameOf = gpuNames(data);
@@ -39,7 +39,7 @@ export function Queue({ data, q, query }) {
       ${shown.map((lease) => html`<${Row} key=${lease.id} lease=${lease} nameOf=${nameOf} tellsWhen=${tellsWhen} mine=${isMine(lease, data.me)} onWhy=${() => setAsked(lease.id)} />`)}
     </tbody></table>`
     }
-    ${!all && views.length > FIRST_ROWS && html`<p class="all"><button type="button" onClick=${() => setAll(true)}>Show ${views.length > MAX_ROWS ? MAX_ROWS : `all ${views.length}`}</button></p>`}
+    ${!all && views.length > FIRST_ROWS && html`<p class="all"><button type="button" onClick=${() => setQuery({ all: "yes" })}>Show ${views.length > MAX_ROWS ? MAX_ROWS : `all ${views.length}`}</button></p>`}
     ${(all || data.queued.more) && html`<${More} hidden=${views.length - shown.length} atLeast=${data.queued.more} />`}
     ${asked && html`<${Dialog} title=${`Why does ${asked} wait?`} onClose=${() => setAsked(null)}><${Why} leaseId=${asked} nameOf=${nameOf} /><//>`}
   </section>
