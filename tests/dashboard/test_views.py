@@ -232,6 +232,8 @@ def test_the_theme_is_chosen_and_kept(browser: Browser, running: DaemonProcess) 
         page.reload()
         page.wait_for_selector("body[data-drawn]")
         assert page.evaluate(background) == dark
+        page.emulate_media(media="print")  # paper is white, and browsers print no backgrounds
+        assert page.evaluate(background) == light
 
 
 def test_high_contrast_shows_what_is_chosen_and_what_patterns_mean(browser: Browser, running: DaemonProcess) -> None:
