@@ -245,6 +245,20 @@ def test_a_limit_below_what_is_held_ends_nothing_and_grants_nothing_more() -> No
     assert is_active(here, newer)
 
 
+def test_a_limit_below_what_waits_is_the_reason_also_where_another_is_reached() -> None:
+    here = world(4)
+    here.limit("ada", max_leases=1)
+    ask(here, 1, user="ada")
+    waits = ask(here, 2, user="ada")
+    assert "user ada has 1 lease; the limit is 1 at a time" in why(here, waits)
+    here.limit("vision", "group", members=("ada",), max_gpus=1)
+    never = "group vision has 1 GPU and user ada asks for 2 more; the limit is 1 at a time, so it waits until"
+    assert never in why(here, waits)
+    here.limit("vision", "group", members=("ada",))
+    here.limit("ada", max_leases=1, max_gpus=1)
+    assert "user ada has 1 GPU and asks for 2 more; the limit is 1 at a time, so it waits until" in why(here, waits)
+
+
 def test_a_limit_below_what_waits_keeps_it_waiting_and_says_that_it_never_fits() -> None:
     here = world(4)
     held = ask(here, 4)

@@ -248,8 +248,8 @@ class UserUsage:
         return latest_end(self.now.at, longest_s, held_s)
 
     def limit_reached(self, lease: Lease, wanted: int) -> str | None:
-        """The limit that stops a lease of `wanted` GPUs for now, in words; None when it is within all limits."""
-        for one in self.applied(lease):
+        """The limit that stops a lease of `wanted` GPUs for now, first one below that, in words; None within all."""
+        for one in sorted(self.applied(lease), key=lambda one: wanted <= (one.limits.max_gpus or wanted)):
             if (why := self._reached(one, lease, wanted)) is not None:
                 return why
         return None if self.tokens is None else self.tokens.limit_reached(lease, wanted)
@@ -291,13 +291,13 @@ class UserUsage:
 
     def _reached(self, one: Applied, lease: Lease, wanted: int) -> str | None:
         key, limits, has = one.key, one.limits, self.index.gpus[one.key]
-        if limits.max_leases is not None and self.index.leases[key] >= limits.max_leases:
-            held = _counted(self.index.leases[key], "lease")
-            return f"{key} has {held}; the limit is {limits.max_leases} at a time"
         has_and_asks = f"{key} has {count_gpus(has)}{_how(key)} and {_asks(lease, key)} for {wanted} more"
+        if limits.max_gpus is not None and wanted > limits.max_gpus:
+            return f"{has_and_asks}; the limit is {limits.max_gpus} at a time, so it waits until that limit is raised"
+        if limits.max_leases is not None and self.index.leases[key] >= limits.max_leases:
+            return f"{key} has {_counted(self.index.leases[key], 'lease')}; the limit is {limits.max_leases} at a time"
         if limits.max_gpus is not None and has + wanted > limits.max_gpus:
-            never = ", so it waits until that limit is raised" if wanted > limits.max_gpus else ""
-            return f"{has_and_asks}; the limit is {limits.max_gpus} at a time{never}"
+            return f"{has_and_asks}; the limit is {limits.max_gpus} at a time"
         if self._is_spent(one):
             return self._spent_sentence(one)
         gpus, leases = self.kept_before(one, lease.id)
