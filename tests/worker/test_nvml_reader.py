@@ -239,7 +239,16 @@ def test_a_gpu_that_may_not_be_granted_stays_so_while_the_driver_does_not_tell_i
     library.says(*matters)
     with library.probe() as probe:
         probe.read()
-        library.says(*matters, (call, index, UNKNOWN))
+        fails = (*matters, (call, index, UNKNOWN))
+        library.says(*fails)
+        assert ailing in probe.read().gpus
+        library.says(*fails, ("nvmlDeviceGetTemperature", index, GPU_IS_LOST))
+        assert silent(ailing, "lost") in probe.read().gpus
+        library.says(*fails)
+        assert ailing in probe.read().gpus, "it answers again, but not this"
+        library.says(*fails, ("nvmlDeviceGetTemperature", index, UNINITIALIZED))
+        assert probe.read().problem is not None, "the next reading begins a new session"
+        library.says(*fails)
         assert ailing in probe.read().gpus
         library.says()
         assert probe.read().gpus == (POOR, WHOLE), "the driver tells it again"

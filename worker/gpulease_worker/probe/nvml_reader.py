@@ -77,8 +77,6 @@ class GpuCache:
     """Members of a `GpuReading` that decide health and use, from the last complete reading; empty if outdated."""
     condition: dict[str, Any] = field(default_factory=dict)
     """Members of a `GpuReading` that decide nothing."""
-    compute_mode: ComputeMode | None = None
-    """The last one that the driver has told: a GPU that is prohibited stays so where a call fails."""
     used_bytes: int | None = None
     """Memory in use when its processes were last read."""
     failed_health: str | None = None
@@ -115,6 +113,9 @@ class NvmlReader:
         """When the first of the GPUs that are lost was lost."""
         self._gpus: dict[int, GpuCache] = {}
         """By the driver's index, which is stable during a session."""
+        self._facts: dict[str, gpu_health.HealthFacts] = {}
+        self._modes: dict[str, ComputeMode | None] = {}
+        """By UUID: what the driver has told last, in whichever session; it counts while a call fails."""
         self._missing = [GpuCache(_device(gpu, node), gpu.minor_number) for gpu in setup.gpus]
         """GPUs of an earlier session or probe that this session does not show."""
         self._links: tuple[GpuLink, ...] = ()
@@ -315,7 +316,8 @@ class NvmlReader:
 
     def _read_one(self, handle: Any, cached: GpuCache, complete: bool, condition: bool) -> GpuReading:
         activity = self._nvml.activity(handle)
-        activity["compute_mode"] = cached.compute_mode = activity["compute_mode"] or cached.compute_mode
+        uuid = cached.device.uuid
+        activity["compute_mode"] = self._modes[uuid] = activity["compute_mode"] or self._modes.get(uuid)
         self._record_xids()
         used = activity["memory_used_bytes"]
         changed = used is not None and abs(used - (cached.used_bytes or 0)) >= MEMORY_CHANGE_BYTES
@@ -368,8 +370,8 @@ class NvmlReader:
         except NoProcessList:
             listed, cached.no_process_list = [], True
         facts, remapped_rows = self._nvml.health_facts(handle)
-        if cached.decisive:
-            facts = gpu_health.with_last_known(facts, cached.decisive["facts"])
+        uuid = cached.device.uuid
+        facts = self._facts[uuid] = gpu_health.with_last_known(facts, self._facts.get(uuid, gpu_health.HealthFacts()))
         return {
             "facts": replace(facts, processes_known=listed is not None),
             "mig": facts.mig,
