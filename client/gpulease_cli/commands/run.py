@@ -310,7 +310,7 @@ def _print_lease_lost(lease: HeldLease | BorrowedLease, survivors: tuple[int, ..
     why, remedy = f"{lease.id} ended before the command did", "run the command again"
     if isinstance(lease, HeldLease) and (lease.loss_reason or "").startswith(NOT_RENEWED):
         why = f"{lease.id} was not renewed for its --ttl, so that someone else may have its GPUs; the command was ended"
-        remedy = "run the command again when the daemon answers; with --ttl 1h it goes on without one for an hour"
+        remedy = "run the command again when the daemon answers; a longer --ttl lets it go on without one for as long"
     if survivors:
         why += f"; these of its processes could not be killed: {', '.join(map(str, survivors))}"
         remedy = "end them by hand, they may be on someone else's GPUs; then run the command again"
