@@ -61,7 +61,7 @@ ORPHAN_CHECK_S = 1.0
 """How often a process that works for another checks that this one lives."""
 LATE_WAKEUP_S = 0.5
 """A thread that wakes later than this was stopped, and so was the other one."""
-
+MAX_RENEWAL_PAUSE_S = 60.0  # a holder hears of an end or a preemption as soon, however long its ttl
 NOT_RENEWED = "No renewal of lease"
 """How `HeldLease.loss_reason` begins where the daemon may still have the lease."""
 KEEPS_TRYING = "this process keeps trying until a daemon answers"
@@ -292,7 +292,7 @@ class HeldLease:
     def _renew_loop(self) -> None:
         """Body of the renewing thread; returns when the lease is released or lost."""
         _block_signals()
-        pause_s = self._sent_at + self._window_s / 3 - time.monotonic()
+        pause_s = self._sent_at + self._renewal_pause_s - time.monotonic()
         while self._wait(pause_s) is not None:
             sent_at = time.monotonic()
             try:
@@ -323,7 +323,7 @@ class HeldLease:
             pause_s = retry_s = min(1.0, self._lease.ttl_s / 20) * jitter
             if self._sent_at == sent_at:  # answered
                 # Counted from when it was sent, because this process may have been stopped before it read the response.
-                pause_s = sent_at + max(self._window_s / 3 * jitter, retry_s) - time.monotonic()
+                pause_s = sent_at + max(self._renewal_pause_s * jitter, retry_s) - time.monotonic()
 
     def _report_preemption(self, preempt_at: datetime | None) -> None:
         """Warn once that the lease is to end for a request that waits, and once that it is not."""
@@ -389,9 +389,9 @@ class HeldLease:
         return woke_at
 
     @property
-    def _window_s(self) -> float:
-        """How long the last renewal lasts, from when it was sent."""
-        return min(self._lease.ttl_s, self._ends_at_s - self._sent_at)
+    def _renewal_pause_s(self) -> float:
+        """How long after the last renewal was sent the next one is."""
+        return min(self._lease.ttl_s / 3, (self._ends_at_s - self._sent_at) / 3, MAX_RENEWAL_PAUSE_S)
 
     @property
     def _trusted_until(self) -> float:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 import pytest
 
 from gpulease import Client, DaemonUnavailable, InvalidRequest, NotAuthenticated, NotNow
+from gpulease import lease as lease_module
 from gpulease.lease import HeldLease
 from gpulease.sansio.direct_http import DirectHttp
 from gpulease.sansio.effects import Attempt
@@ -49,6 +50,16 @@ def test_a_lease_ended_by_the_daemon_is_lost_at_once_and_reported_once(daemon, c
         until(lambda: bool(lost))
     assert lost == [lease]
     assert len([record for record in caplog.records if "is lost" in record.message]) == 1
+
+
+def test_a_holder_hears_soon_that_its_lease_has_ended_however_long_its_ttl(
+    daemon: FakeDaemon, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lease_module.MAX_RENEWAL_PAUSE_S == 60, "docs/cli.md says so"
+    monkeypatch.setattr(lease_module, "MAX_RENEWAL_PAUSE_S", 0.1)
+    with client.lease(1, ttl_s=43200) as lease:
+        daemon.end(lease.id)
+        assert lease.lost.wait(60)
 
 
 def test_a_holder_hears_that_its_lease_is_preempted_and_that_it_is_not(daemon, client, until, caplog) -> None:
