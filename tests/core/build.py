@@ -38,7 +38,7 @@ from gpulease_protocol.node_protocol import (
     RunState,
 )
 from gpulease_server.core.decide import decide
-from gpulease_server.core.demand_classes import ClassKey
+from gpulease_server.core.demand_classes import ClassKey, rank_of
 from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.gpu import state_of
 from gpulease_server.core.gpu_state import state_by_report
@@ -538,6 +538,11 @@ class World:
                 known = [counts[lease_id] for _, lease_id in bypassed.places]
                 assert bypassed.places == [place for place in members.places if place[1] in counts]
                 assert all(times <= bypassed.most_times and since_s >= bypassed.first_s for times, since_s in known)
+        pausing: dict[tuple[int, str | None], list[tuple[int, str]]] = {}
+        for place in (one for one in ledger.queue if one[1] in ledger.not_before):
+            lease = ledger.leases[place[1]].lease
+            pausing.setdefault((rank_of(lease.demand), lease.holder.user), []).append(place)
+        assert pausing == ledger.paused
         paused = {(until_s, lease_id) for lease_id, until_s in ledger.not_before.items()}
         assert paused <= set(ledger.demand_classes.pauses)
 

@@ -12,10 +12,11 @@ from gpulease_protocol.model import Demand, EndReason, Holder, JobSpec, Lease, L
 from gpulease_server.core.demand_classes import DemandClasses
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import JobSubmitted, SubmittedJob
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.order import Positions, in_order, position
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.records import NotBefore
+from gpulease_server.core.records import LeaseRecord, NotBefore
 from gpulease_server.runtime.outage import reset_deadlines
 from tests.core.build import World
 
@@ -317,6 +318,22 @@ def test_a_pause_before_a_retry_moves_no_one_of_higher_priority_back() -> None:
     said = [explain(world.ledger, one, world.now, world.policy).sentence for one in places]
     assert "; number 1 in the queue." in said[0]
     assert "; number 2 in the queue, behind 1 of higher priority." in said[1]
+
+
+def test_the_place_of_one_costs_no_look_at_each_that_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet on which every job fails has thousands of retries, and each answer about a request has its place."""
+    world = world_of()
+    waiting = [ask(world) for _ in range(40)][1:]
+    for lease in waiting[:-1]:
+        world.ledger.apply(NotBefore(lease.id, world.now.mono_s + 60.0))
+    high, looked_at = ask(world, priority=INTERACTIVE), list[LeaseRecord]()
+    place = Ledger.ordered_place
+    monkeypatch.setattr(Ledger, "ordered_place", lambda self, one: looked_at.append(one) or place(self, one))
+    records = [world.ledger.leases[lease.id] for lease in (high, *waiting)]
+    assert [position(world.ledger, one) for one in records] == list(range(1, 41))
+    world.release(high)
+    assert [position(world.ledger, one) for one in records[1:]] == list(range(1, 40))
+    assert len(looked_at) <= len(records)
 
 
 def test_no_turn_looks_for_a_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:

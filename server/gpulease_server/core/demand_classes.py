@@ -201,7 +201,11 @@ class DemandClasses:
 
     def group_of(self, demand: Demand, user: str | None) -> Group:
         """The group of a request of this user."""
-        return rank_of(demand), max(self.steps.get(user, self.lowest_step), self.lowest_step)
+        return rank_of(demand), self.step_of(user)
+
+    def step_of(self, user: str | None) -> int:
+        """The step that the requests of this user are on."""
+        return max(self.steps.get(user, self.lowest_step), self.lowest_step)
 
     def set_steps(self, steps: Iterable[tuple[str | None, int]], lowest: int, kept: Iterable[int] = ()) -> None:
         """Put users on other steps, and their requests where those belong. `kept`: the steps of the requests that keep
@@ -210,7 +214,7 @@ class DemandClasses:
         self.moved = {}
         floors = sorted({*kept})
         for user, wanted in steps:
-            before = max(self.steps.get(user, self.lowest_step), self.lowest_step)
+            before = self.step_of(user)
             at = bisect.bisect_right(floors, before)
             step = max(wanted, floors[at - 1] + (floors[at - 1] < before)) if at else wanted
             if self.steps.get(user) != step:

@@ -59,7 +59,7 @@ import heapq
 from collections.abc import Iterator
 
 from gpulease_server.core.backfill import Reservations
-from gpulease_server.core.demand_classes import OrderedPlace, rank_of
+from gpulease_server.core.demand_classes import Group, OrderedPlace, Place, rank_of
 from gpulease_server.core.eligibility import divided_queue, is_eligible
 from gpulease_server.core.fast_replace import replace
 from gpulease_server.core.group_usage import used_step
@@ -73,14 +73,17 @@ from gpulease_server.core.user_order import Out, UserOrder
 
 def position(ledger: Ledger, record: LeaseRecord) -> int | None:
     """Place in the queue, 1 is next; None for a request that is not in it. Costs one look at each class of requests
-    where the order is not that of arrival; for those of many see `Positions`."""
+    where the order is not that of arrival, and at each user with retries; for those of many see `Positions`."""
     classes, by_arrival = ledger.demand_classes, ledger.position_by_arrival(record)
     if by_arrival is None or _are_all_by_arrival(ledger):
         return by_arrival
     place = ledger.ordered_place(record)
-    before = classes.count_before(place) + sum(ledger.ordered_place(one) < place for one in _paused(ledger))
-    for one in (ledger.leases[lease_id] for lease_id in ledger.alone if lease_id not in ledger.not_before):
-        # `count_before` has it at the place that it would have in its class.
+    before = classes.count_before(place)
+    for group, places in _paused(ledger):
+        if group <= place[:2]:
+            before += len(places) if group < place[:2] else bisect.bisect_left(places, place[2:])
+    for one in (ledger.leases[lease_id] for lease_id in ledger.alone):
+        # It was counted at the place that it would have among others of its user.
         group = classes.group_of(one.lease.demand, one.lease.holder.user)
         before += (ledger.ordered_place(one) < place) - ((*group, one.arrival, one.lease.id) < place)
     return before + 1
@@ -90,17 +93,14 @@ def _are_all_by_arrival(ledger: Ledger) -> bool:
     """True while the order is that of arrival, of those too that pause before a retry or go first."""
     if not ledger.is_by_arrival:
         return False
-    others = [*_paused(ledger), *(ledger.leases[lease_id] for lease_id in ledger.go_first)]
-    groups = {place[:2] for place, _, _ in ledger.demand_classes.heads[:1]}
-    return len(groups.union(ledger.ordered_place(one)[:2] for one in others)) <= 1
+    groups = {group for group, _ in _paused(ledger)} | {place[:2] for place, _, _ in ledger.demand_classes.heads[:1]}
+    return len(groups.union(ledger.ordered_place(ledger.leases[one])[:2] for one in ledger.go_first)) <= 1
 
 
-def _paused(ledger: Ledger) -> Iterator[LeaseRecord]:
-    """The requests in the queue that pause before a retry."""
-    for lease_id in ledger.not_before:
-        record = ledger.leases.get(lease_id)
-        if record is not None and ledger.place_of(record) is not None:
-            yield record
+def _paused(ledger: Ledger) -> list[tuple[Group, list[Place]]]:
+    """The requests that pause before a retry, for each user and priority: their group, and their places."""
+    step_of = ledger.demand_classes.step_of
+    return [((rank, step_of(user)), places) for (rank, user), places in ledger.paused.items()]
 
 
 class Positions:
@@ -132,7 +132,10 @@ def in_order(ledger: Ledger) -> Iterator[LeaseRecord]:
     alone = sorted((ledger.leases[lease_id] for lease_id in ids), key=ledger.ordered_place)
     others = (ledger.leases[lease_id] for lease_id in ledger.demand_classes.in_order() if lease_id not in ids)
     yield from heapq.merge(alone, others, key=ledger.ordered_place)
-    yield from _paused(ledger)
+    for lease_id in ledger.not_before:
+        record = ledger.leases.get(lease_id)
+        if record is not None and ledger.place_of(record) is not None:
+            yield record
 
 
 def count_overtake(turn: Turn, place: OrderedPlace) -> None:

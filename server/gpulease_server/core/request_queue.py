@@ -10,7 +10,7 @@ from dataclasses import field
 from gpulease_protocol.lazy_dataclass import dataclass
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Lease, LeaseState
-from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace, UsersApart
+from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace, Place, UsersApart, rank_of
 from gpulease_server.core.limit_index import LimitChange, LimitIndex, add
 from gpulease_server.core.limit_records import ORDERED, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import (
@@ -53,6 +53,8 @@ class RequestQueue:
     """By user, the sum of it."""
     not_before: dict[str, float] = field(default_factory=dict)
     """By lease id: when a queued lease begins to take part in the queue."""
+    paused: dict[tuple[int, str | None], list[Place]] = field(default_factory=dict)
+    """By the rank of a priority and the user: the places in the queue of those requests, in order of arrival."""
     bypasses: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By id of a queued lease: how many times a newer request has passed it, and when the first one did."""
     limit_bypasses: BypassesWithin = field(default_factory=lambda: {kind: {} for kind in ORDERED})
@@ -159,14 +161,29 @@ class RequestQueue:
 
     def _classify(self, record: LeaseRecord) -> None:
         """Put a lease into its class, or take it out."""
-        lease = record.lease
-        if self.place_of(record) is None or lease.id in self.not_before:
+        lease, place = record.lease, self.place_of(record)
+        pauses = place is not None and lease.id in self.not_before
+        if pauses or self.paused:
+            self._put_paused(record, pauses=pauses)
+        if place is None or pauses:
             self.demand_classes.remove(record)
             return
         job = self.jobs.get(lease.job_id or "")
         array_id = job.job.array_id if job is not None and job.job.array_at_most is not None else None
         within = {kind: found[lease.id] for kind, found in self.limit_bypasses.items() if lease.id in found}
         self.demand_classes.put(record, array_id, self.bypasses.get(lease.id), within)
+
+    def _put_paused(self, record: LeaseRecord, *, pauses: bool) -> None:
+        key, place = (rank_of(record.lease.demand), record.lease.holder.user), (record.arrival, record.lease.id)
+        places = self.paused.setdefault(key, [])
+        at = bisect.bisect_left(places, place)
+        is_there = at < len(places) and places[at] == place
+        if pauses and not is_there:
+            places.insert(at, place)
+        elif is_there and not pauses:
+            del places[at]
+        if not places:
+            del self.paused[key]
 
     def classes_by_user(self, apart: UsersApart, *, timed_apart: bool | None = None) -> DemandClasses:
         """The queue by what is asked for; and by user for these users, or all. `timed_apart`: and for all requests with
