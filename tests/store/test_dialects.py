@@ -41,6 +41,8 @@ from tests.core.build import World
 from tests.databases import PASSWORD, PostgresServer
 from tests.ports import free_port
 
+SHARED_MEMORY_FULL = 'could not resize shared memory segment "/PostgreSQL.7" to 8388608 bytes: No space left on device'
+
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
 def test_every_way_to_write_postgresql_is_psycopg(scheme: str) -> None:
@@ -129,6 +131,7 @@ def test_several_servers_are_named_as_the_error_says(postgres_url: str) -> None:
         ("postgresql://h/d", "canceling statement due to statement timeout", "RESET statement_timeout"),
         ("postgresql://h/d", "canceling statement due to lock timeout", "such as pg_dump"),
         ("postgresql://h/d", 'could not extend file "base/5/1": No space left on device', "disk of the server is full"),
+        ("postgresql://h/d", SHARED_MEMORY_FULL, "docker run --shm-size"),
         ("postgresql://h/d", 'FATAL:  database "gpulease" does not exist', "createdb"),
         ("postgresql://h/d", 'root certificate file "/root/.postgresql/root.crt" does not exist', "sslrootcert="),
         ("postgresql://h/d", 'server certificate for "db1" does not match host name "h"', "sslmode=verify-ca"),
@@ -148,6 +151,7 @@ def test_what_cannot_be_used_comes_with_what_to_do_about_it(url: str, message: s
     ("message", "remedy"),
     [
         ('could not extend file "base/5/1": No space left on device', "disk of the database server is full"),
+        (SHARED_MEMORY_FULL, "docker run --shm-size"),
         ("canceling statement due to lock timeout", "Another program uses the tables"),
     ],
 )

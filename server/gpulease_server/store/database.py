@@ -110,6 +110,7 @@ _POSTGRESQL_REMEDIES = {
     "statement timeout": "Look at what slows the server (pg_stat_activity), and at the user: ALTER ROLE user RESET"
     " statement_timeout",
     "lock timeout": "Another program uses the tables, such as pg_dump or an upgrade: try again when it has ended.",
+    dialects.SHARED_MEMORY: dialects.SHARED_MEMORY_REMEDY,
     "No space left": "The disk of the server is full: free some space there, then try again.",
     "does not match host name": "Give the name in its certificate, or check the authority alone: ?sslmode=verify-ca",
     "certificate": "Name the server's authority in --database-url: ?sslmode=verify-full&sslrootcert=/path/to/ca.pem",

@@ -27,8 +27,12 @@ BUSY_S = 10
 IO_ERROR = "disk I/O error"
 """SQLite's message for whatever the system refuses, but for a full disk."""
 IO_REMEDY = "See whether a quota or `ulimit -f` is reached, and dmesg for errors of the disk."
+SHARED_MEMORY = "shared memory segment"
+"""PostgreSQL's message for a full /dev/shm also ends in "No space left on device"."""
+SHARED_MEMORY_REMEDY = "The server has too little shared memory: give its container more (docker run --shm-size 1g)."
 _REMEDIES = {
     IO_ERROR: IO_REMEDY,
+    SHARED_MEMORY: SHARED_MEMORY_REMEDY,
     ": No space left on device": "The disk of the database server is full: free some space there.",
     "lock timeout": "Another program uses the tables, such as pg_restore: see pg_stat_activity on the server.",
 }
