@@ -315,6 +315,7 @@ def test_a_pause_before_a_retry_moves_no_one_of_higher_priority_back() -> None:
     places = [world.ledger.leases[one] for one in (waiting.id, retry)]
     assert [position(world.ledger, one) for one in places] == [1, 2]
     assert [Positions(world.ledger).of(one) for one in places] == [1, 2]
+    assert list(in_order(world.ledger)) == places
     said = [explain(world.ledger, one, world.now, world.policy).sentence for one in places]
     assert "; number 1 in the queue." in said[0]
     assert "; number 2 in the queue, behind 1 of higher priority." in said[1]

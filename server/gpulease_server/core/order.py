@@ -125,7 +125,7 @@ class Positions:
 def in_order(ledger: Ledger) -> Iterator[LeaseRecord]:
     """The requests in the queue, the next one first; those that pause before a retry last where the order is not that
     of arrival."""
-    if ledger.is_by_arrival:
+    if _are_all_by_arrival(ledger):
         yield from ledger.queued()
         return
     ids = ledger.alone
