@@ -308,3 +308,12 @@ def test_a_page_of_an_older_daemon_says_so(watched: Watched) -> None:
     expect(page.locator("[data-gpu]")).to_have_count(4)
     expect(page.get_by_role("status")).to_be_empty()
     watched.was_good()
+
+
+def test_a_page_of_which_a_proxy_keeps_the_version_is_current_all_the_same(watched: Watched) -> None:
+    """A proxy may let through only what is below `v1`: nginx redirects it where it has `location /v1/`."""
+    watched.page.route("**/v1", lambda route: route.fulfill(body="another page"))
+    with watched.page.expect_response(lambda answer: answer.url.endswith("/v1")):
+        page = watched.open()
+    expect(page.locator(".live")).to_have_text("live")
+    watched.was_good()

@@ -39,6 +39,7 @@ that the pointer or the keyboard is at. `route.js` has the addresses (`#/jobs/ID
 | a file does not arrive or is of another release | says so, loads itself again once the server answers (`loading.js`) |
 | another server answers (a proxy whose session has ended), or the page fails | says so, and retries as with no answer |
 | the daemon is of another version than the page | says so within a minute, with a button that loads it again |
+| a proxy keeps the version to itself | is current all the same |
 | 401 | stops, and asks for a token; retries when the page is visible again |
 | the user signs in with another token | removes all data of the former one |
 | 429, 503 | waits as Retry-After says (10 minutes at most), shows the message, and continues with the page it was at |

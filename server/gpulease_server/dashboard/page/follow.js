@@ -241,6 +241,7 @@ export class Follow {
       if (!signal.aborted) this.data[name] = found.value;
       return found;
     } catch (error) {
+      if (name === INDEX) return null; // a proxy may not let it through, and the page is current without it
       if (![404, 422].includes(error.status)) throw error; // 422: it takes the name of what it lacks for an id
       this.absent.add(name);
       return null;
