@@ -27,9 +27,9 @@ LAYERS = {
     "HTTP: read and write": (
         "uvicorn/protocols/", "httptools", "api/http_limits", "api/auth/peer_credentials", "api/direct_connection",
     ),
-    "hot path, rules of the middlewares, fair share, waits": (
-        "api/hot_path/", "api/middleware/", "api/fair_share", "api/routes/", "api/daemon_state", "api/streams/",
-        "api/app", "prometheus_client", "contextlib",
+    "hot path and routes": ("api/hot_path/", "api/routes/", "api/app"),
+    "rules of the middlewares, fair share, waits": (
+        "api/middleware/", "api/fair_share", "api/daemon_state", "api/streams/", "prometheus_client", "contextlib",
     ),
     "log": ("gpulease_protocol/host/logging", "runtime/event_log", "logging/__init__"),
     "authentication and authorization": ("api/auth/", "gpulease_protocol/host"),
