@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpulease_protocol.model import Demand, Holder, LeaseState
 from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
 from gpulease_server.core import fleet
@@ -11,7 +13,7 @@ from gpulease_server.core.placement import find_candidates
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Deadline
 from gpulease_server.runtime.outage import copy_ledger
-from tests.core.build import World, gpu
+from tests.core.build import World, gpu, uuid
 from tests.core.test_arrays import array_of_jobs
 
 
@@ -26,6 +28,18 @@ def test_a_node_is_told_of_its_jobs_in_the_same_order_while_they_are_the_same() 
     world.jobs["a"] = [JobReport(job_id=first, state=RunState.RUNNING, log_directory="/j")]
     world.report()
     assert orders(world) == before == [first, second]
+
+
+def test_a_gpu_that_got_another_index_while_it_was_held_comes_back_in_its_new_place() -> None:
+    world = World().node(gpus=3)
+    lease = world.lease(1)
+    assert [device.uuid for device in lease.gpus] == [uuid(0)]
+    world.nodes["a"][0] = replace(world.nodes["a"][0], index=9)
+    world.report()
+    world.release(lease)
+    world.report()
+    assert world.ledger.fleet.free["a"] == (uuid(1), uuid(2), uuid(0))
+    assert [device.index for device in world.lease(2).gpus] == [1, 2]
 
 
 def test_the_jobs_of_an_array_come_before_what_was_asked_for_after_it_in_the_same_turn() -> None:
